@@ -1,0 +1,760 @@
+"""The whole configuration of a run, validated when it is read and before any heavy import.
+
+A config is a YAML file (`base:` names one file to inherit from) plus dotted overrides. Numbers
+are strict: text is never turned into a number, a bool is never a number. A key that the chosen
+path would ignore is refused, so that a run does what its file says. `null` means "not set".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dapo_async.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    def refuse_ignored(self, fields: Iterable[str], why: str) -> None:
+        """Refuse fields that were set though the chosen path doesn't read them."""
+        for name in fields:
+            if name in self.model_fields_set and getattr(self, name) is not None:
+                value = getattr(self, name)
+                raise ValueError(f"`{name}: {value}` would be ignored {why}; remove it")
+
+
+class Stage(Section):
+    """One stage of a schedule: `value` holds from step `from_step` on."""
+
+    from_step: Annotated[int, Field(ge=0)]
+    """First learner step of the stage."""
+    value: float
+    """The value during the stage."""
+
+
+class Ramp(Section):
+    """A straight line from `start` to `end` over the first `steps` steps, `end` afterwards."""
+
+    start: float
+    """Value at step 0."""
+    end: float
+    """Value from step `steps` on."""
+    steps: Count
+    """Length of the ramp."""
+
+
+Scheduled = float | Ramp | list[Stage]
+"""A number, a ramp, or a list of stages."""
+
+
+def at(schedule: Scheduled, step: int) -> float:
+    """The value of a schedule at a learner step."""
+    if isinstance(schedule, Ramp):
+        share = min(1.0, step / schedule.steps)
+        return schedule.start + share * (schedule.end - schedule.start)
+    if isinstance(schedule, list):
+        value = schedule[0].value
+        for stage in schedule:
+            if step >= stage.from_step:
+                value = stage.value
+        return value
+    return schedule
+
+
+def values(schedule: Scheduled) -> list[float]:
+    """The extreme values a schedule can take (every stage, both ends of a ramp)."""
+    if isinstance(schedule, Ramp):
+        return [schedule.start, schedule.end]
+    if isinstance(schedule, list):
+        return [stage.value for stage in schedule]
+    return [schedule]
+
+
+def _check_schedule(
+    name: str, schedule: Scheduled, low: float, high: float | None = None, whole: bool = False
+) -> None:
+    if isinstance(schedule, list):
+        starts = [stage.from_step for stage in schedule]
+        if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
+            raise ValueError(f"`{name}`: stages must start at step 0 and rise, got {starts}")
+    if whole and isinstance(schedule, Ramp):
+        raise ValueError(f"`{name}` counts whole things: use stages, not a ramp")
+    for value in values(schedule):
+        if value < low or (high is not None and value > high):
+            bound = f"≥ {low:g}" + ("" if high is None else f" and ≤ {high:g}")
+            raise ValueError(f"`{name}: {value:g}` must be {bound}")
+        if whole and value != int(value):
+            raise ValueError(f"`{name}: {value:g}` must be a whole number")
+
+
+class RunConfig(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """Names the folder `dir/name`; letters, digits, `.`, `_` and `-`."""
+    dir: str = "runs"
+    """Parent folder of all runs."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seeds data order, sampling and initialisation."""
+    overwrite: bool = False
+    """Replace an earlier run of the same name; otherwise its folder is refused."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str
+    """A local folder in Hugging Face format."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of the learner; packed samples never see each other on either."""
+
+
+class DataConfig(Section):
+    """Training and evaluation prompts."""
+
+    train: str
+    """JSONL or Parquet file."""
+    eval: str | None = None
+    """JSONL or Parquet file of held-out rows."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column with the ground truth."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group is the ground truth within the answer column
+    (GSM8K: `#### (.+)$`)."""
+    chat_template: bool = False
+    """Render prompts through the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message put first; needs `chat_template`."""
+    prompt_suffix: str = ""
+    """Text added to every text prompt before it is rendered."""
+    max_prompt_tokens: Count = 1024
+    """Longest prompt in tokens, template included."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What happens to a longer row: left out and counted, or refused by name."""
+    shuffle: bool = True
+    """A new order for every epoch, from `run.seed`."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> DataConfig:
+        if not self.chat_template:
+            self.refuse_ignored(["system_prompt"], "without `chat_template: true`")
+        return self
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    engine: Literal["torch"] = "torch"
+    """`torch`: the embedded engine."""
+    workers: Count = 1
+    """Rollout workers: processes with one engine each."""
+    slots: Count = 64
+    """Sequences an engine decodes at once."""
+    max_groups_per_worker: Count = 8
+    """Groups in flight per worker; further ones wait in the driver."""
+    group_size: Scheduled = 16
+    """G, responses per prompt."""
+    temperature: Scheduled = 1.0
+    """Sampling temperature, 0 < T; the learner uses the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling. Below 1 the trained log-probs are still of the full distribution."""
+    top_k: int = -1
+    """-1: off."""
+    max_response_length: Scheduled = 1024
+    """Lmax, in tokens; a response that reaches it is truncated."""
+    stop_token_ids: list[int] | None = None
+    """Stop ids besides those of the model's generation config and tokenizer."""
+    weight_update: Literal["retract", "keep_kv"] = "retract"
+    """What happens to running requests at a weight update: `retract` recomputes their KV cache,
+    `keep_kv` goes on with the old one (faster, but later tokens see keys of older weights)."""
+    deterministic: bool = False
+    """Equal runs give equal bits: fixed forward shapes and noise keyed by draw and sample."""
+    group_timeout: Positive = 600.0
+    """Seconds after which an incomplete group that blocks the learner is dropped (overdue)."""
+    start_timeout_s: Positive = 300.0
+    """Longest start of a worker."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts per worker before it is given up."""
+    min_workers: Count = 1
+    """With fewer workers left the run ends (exit 4)."""
+    cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
+    """Ray CPUs a worker reserves."""
+    threads_per_worker: Count = 1
+    """torch threads of a worker."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> RolloutConfig:
+        _check_schedule("group_size", self.group_size, 1, whole=True)
+        _check_schedule("temperature", self.temperature, 0.01, 100)
+        _check_schedule("max_response_length", self.max_response_length, 1, whole=True)
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"`top_k: {self.top_k}` must be -1 (off) or ≥ 1")
+        if self.min_workers > self.workers:
+            raise ValueError(f"`min_workers: {self.min_workers}` is over `workers: {self.workers}`")
+        if self.deterministic and self.weight_update != "retract":
+            raise ValueError("`deterministic: true` needs `weight_update: retract`")
+        return self
+
+
+class RewardConfig(Section):
+    """How responses are judged."""
+
+    function: str
+    """A registered name, or `module:function`."""
+    args: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Keyword arguments of the function."""
+    processes: Annotated[int, Field(ge=0)] = 0
+    """Killable child processes per worker; 0 calls the function in the worker itself (only for
+    functions that are fast and trusted)."""
+    timeout_s: Positive = 10.0
+    """Longest judgement of one response; then its process is killed."""
+    on_failure: Literal["drop", "retry"] = "drop"
+    """A group with a failed reward is dropped, or judged again up to `retries` times first."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Used by `on_failure: retry`."""
+    max_failure_share: Share = 0.5
+    """Over 100 judgements: a larger share of failures ends the run (exit 2)."""
+    min_score: float = -1e6
+    """Scores below are invalid."""
+    max_score: float = 1e6
+    """Scores above are invalid."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> RewardConfig:
+        if self.on_failure == "drop":
+            self.refuse_ignored(["retries"], "with `on_failure: drop`")
+        if self.processes == 0:
+            self.refuse_ignored(["timeout_s"], "with `processes: 0` (nothing can be killed)")
+        if self.min_score >= self.max_score:
+            raise ValueError(f"`min_score: {self.min_score}` must be below `max_score`")
+        return self
+
+
+class OverlongConfig(Section):
+    """DAPO's punishment of overlong responses (eq. 13)."""
+
+    mode: Literal["soft", "linear", "filter", "off"] = "soft"
+    """`soft`: eq. 13. `linear`: factor · max(0, L − buffer). `filter`: truncated responses get
+    loss mask 0. `off`: nothing."""
+    buffer: Scheduled | None = None
+    """Lb in tokens. soft: the last Lb tokens before the limit are punished (default: a fifth of
+    the limit, as in the paper). linear: the length from which on punishment grows."""
+    factor: Annotated[float, Field(ge=0)] | None = None
+    """soft: punishment at the limit (default 1). linear: punishment per token."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> OverlongConfig:
+        if self.mode in ("off", "filter"):
+            self.refuse_ignored(["buffer", "factor"], f"with `mode: {self.mode}`")
+        elif self.buffer is not None:
+            _check_schedule("buffer", self.buffer, 0 if self.mode == "linear" else 1, whole=True)
+        if self.mode == "linear" and (self.buffer is None or self.factor is None):
+            raise ValueError("`buffer` and `factor` (per token) are needed with `mode: linear`")
+        return self
+
+
+class FilterConfig(Section):
+    """Dynamic sampling: only groups whose responses differ are trained."""
+
+    enabled: bool = True
+    """False: every group is trained."""
+    metric: Literal["acc", "seq_reward", "seq_final_reward"] = "acc"
+    """What must differ within a group: the task outcome, the score, or the score with the
+    overlong penalty (warns: an all-wrong group can survive by length)."""
+    min_pass: Share = 0.0
+    """Keep a group only if the mean of the metric is at least this."""
+    max_pass: Share = 1.0
+    """Keep a group only if the mean of the metric is at most this."""
+    starvation: Literal["wait", "train_short", "stop"] = "wait"
+    """What to do once `starved_after_groups` groups were filtered while the learner waited."""
+    starved_after_groups: Count = 2048
+    """Groups filtered since the last batch, while the learner waits, that count as starvation."""
+    starved_after_s: Positive = 3600.0
+    """Longest starvation under `wait` or `train_short` before the run ends (exit 3)."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> FilterConfig:
+        if not self.enabled:
+            ignored = set(type(self).model_fields) - {"enabled"}
+            self.refuse_ignored(sorted(ignored), "with `enabled: false`")
+        if self.min_pass > self.max_pass:
+            raise ValueError(f"`min_pass: {self.min_pass}` is over `max_pass: {self.max_pass}`")
+        if self.metric != "acc":
+            self.refuse_ignored(["min_pass", "max_pass"], "unless `metric: acc`")
+        return self
+
+
+class AlgorithmConfig(Section):
+    """Advantage and policy loss."""
+
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std", "gae"] = "group_std"
+    """group_std: DAPO/GRPO. group_mean: Dr.GRPO. leave_one_out: RLOO. batch_std:
+    REINFORCE++-baseline. gae: needs a critic, which doesn't exist yet."""
+    clip_low: Scheduled = 0.2
+    """ε_low of clip-higher."""
+    clip_high: Scheduled = 0.28
+    """ε_high of clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """c: bounds the loss of tokens with a negative advantage; null is off."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "token_sum_norm"
+    ] = "token_mean"
+    """How token losses become one number, over the whole optimizer update."""
+    token_sum_norm: Positive | None = None
+    """The constant of `aggregation: token_sum_norm`."""
+    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
+    """Where the proximal log-probs come from: a forward at the start of the step, the behavior
+    log-probs, or a log-linear mix of behavior and current by staleness."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """KL to a reference model; must be 0 until reference models exist."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> AlgorithmConfig:
+        _check_schedule("clip_low", self.clip_low, 0, 1)
+        _check_schedule("clip_high", self.clip_high, 0)
+        if self.advantage == "gae":
+            raise ValueError("`advantage: gae` needs a critic, which doesn't exist yet")
+        if self.kl_coef > 0:
+            raise ValueError(f"`kl_coef: {self.kl_coef}` needs a reference model, not built yet")
+        if self.aggregation == "token_sum_norm" and self.token_sum_norm is None:
+            raise ValueError("`token_sum_norm` is needed with `aggregation: token_sum_norm`")
+        if self.aggregation != "token_sum_norm":
+            self.refuse_ignored(["token_sum_norm"], f"with `aggregation: {self.aggregation}`")
+        return self
+
+
+class OffPolicyConfig(Section):
+    """The weight proximal/behavior that corrects for the age of the samples."""
+
+    action: Literal["truncate", "mask", "none"] = "truncate"
+    """truncate: min(w, cap). mask: w outside [low, high] gets loss mask 0 (IcePop). none."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One weight per token, the product per sequence, or its geometric mean."""
+    cap: Positive | None = None
+    """C of `truncate` (default 2)."""
+    low: Annotated[float, Field(ge=0)] | None = None
+    """Lower end of `mask` (default 0.5)."""
+    high: Positive | None = None
+    """Upper end of `mask` (default 2)."""
+    veto: Positive | None = None
+    """A sequence with any token weight below this is masked; null is off."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> OffPolicyConfig:
+        if self.action != "truncate":
+            self.refuse_ignored(["cap"], f"with `action: {self.action}`")
+        if self.action != "mask":
+            self.refuse_ignored(["low", "high"], f"with `action: {self.action}`")
+        if self.action == "none":
+            self.refuse_ignored(["level"], "with `action: none`")
+        if self.action == "mask" and self.mask_low >= self.mask_high:
+            raise ValueError(f"`low: {self.mask_low}` must be below `high: {self.mask_high}`")
+        return self
+
+    @property
+    def truncate_cap(self) -> float:
+        return 2.0 if self.cap is None else self.cap
+
+    @property
+    def mask_low(self) -> float:
+        return 0.5 if self.low is None else self.low
+
+    @property
+    def mask_high(self) -> float:
+        return 2.0 if self.high is None else self.high
+
+
+class ReplayConfig(Section):
+    """The staleness contract (docs/staleness.md)."""
+
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """η: no sample is trained more than this many versions after its oldest token. 0 is exactly
+    synchronous training."""
+    depth: Positive | None = None
+    """Live groups allowed, in steps' worth, 1 … η+1 (default min(2, η+1)): the typical age."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Draws beyond what a step needs; surplus informative groups are dropped, latest draw first."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> ReplayConfig:
+        if not 1 <= self.steps_deep <= self.max_staleness + 1:
+            raise ValueError(
+                f"`depth: {self.depth}` must be between 1 and max_staleness + 1 = "
+                f"{self.max_staleness + 1}"
+            )
+        return self
+
+    @property
+    def steps_deep(self) -> float:
+        return float(min(2, self.max_staleness + 1)) if self.depth is None else self.depth
+
+
+class WeightsConfig(Section):
+    """How new weights reach the workers."""
+
+    transport: Literal["shared_memory"] = "shared_memory"
+    """shared_memory: one machine."""
+    broadcast_interval: Count = 1
+    """Publish when the learner is this many versions ahead of the last published one."""
+    delay: Annotated[int, Field(ge=0)] = 0
+    """For studies: workers serve version max(0, v − delay)."""
+    publish_timeout_s: Positive = 300.0
+    """A publish that keeps failing for this long ends the run (exit 7)."""
+    update_timeout_s: Positive = 300.0
+    """Longest weight update of one worker before it counts as lost."""
+
+
+class LearnerConfig(Section):
+    """The learner: DeepSpeed ranks and their optimizer."""
+
+    ranks: Count = 1
+    """Data-parallel learner processes."""
+    zero_stage: Literal[1] = 1
+    """DeepSpeed ZeRO stage."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after the warm-up."""
+    lr_min_share: Share = 0.0
+    """Share of `lr` that a cosine or linear schedule ends at."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Learner steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW weight decay."""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """AdamW betas."""
+    eps: Positive = 1e-8
+    """AdamW epsilon."""
+    grad_clip: Positive | None = 1.0
+    """Gradient norm limit; null is off."""
+    minibatches: Count = 1
+    """Optimizer updates per epoch of a step; groups are dealt to them whole, in draw order."""
+    epochs: Count = 1
+    """Passes over the step's groups."""
+    max_tokens_per_microbatch: Count = 8192
+    """Hard cap of one forward, prompt and response tokens."""
+    logprob_chunk: Count = 512
+    """Tokens whose logits exist at once."""
+    max_skipped_updates: Count = 5
+    """Non-finite updates in a row that end the run (exit 5)."""
+    step_timeout_s: Positive = 3600.0
+    """Longest learner step."""
+    start_timeout_s: Positive = 300.0
+    """Longest start of the learner."""
+    cpus_per_rank: Annotated[float, Field(ge=0)] = 1.0
+    """Ray CPUs a rank reserves."""
+    threads_per_rank: Count = 1
+    """torch threads of a rank."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> LearnerConfig:
+        if self.lr_schedule == "constant":
+            self.refuse_ignored(["lr_min_share"], "with `lr_schedule: constant`")
+        return self
+
+
+class EvalConfig(Section):
+    """Evaluation on `data.eval`."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Learner steps between evaluations; 0: only before and after."""
+    limit: Count | None = None
+    """Use only the first rows."""
+    temperature: Positive = 1.0
+    """Sampling temperature of the headline accuracy."""
+    greedy: bool = True
+    """Also report greedy accuracy."""
+    timeout_s: Positive = 1800.0
+    """Longest evaluation."""
+
+
+class TrainerConfig(Section):
+    """The run as a whole."""
+
+    steps: Annotated[int, Field(ge=0)]
+    """Learner steps."""
+    groups_per_step: Scheduled = 32
+    """B, groups trained per step (a number or stages)."""
+    stall_timeout_s: Positive = 1800.0
+    """With no progress at all for this long the run ends (exit 7)."""
+    log_samples_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between sampled answers in samples.jsonl; 0 is never."""
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """Status display: auto is live on a terminal and plain lines elsewhere."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> TrainerConfig:
+        _check_schedule("groups_per_step", self.groups_per_step, 1, whole=True)
+        return self
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig
+    overlong: OverlongConfig | None = OverlongConfig()
+    filter: FilterConfig = FilterConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    replay: ReplayConfig = ReplayConfig()
+    weights: WeightsConfig = WeightsConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    trainer: TrainerConfig
+
+    @model_validator(mode="after")
+    def _rules(self) -> Config:
+        _check_groups(self)
+        _check_lengths(self)
+        _check_weights(self)
+        if self.data.eval is None:
+            self.eval.refuse_ignored(type(self.eval).model_fields, "without `data.eval`")
+        return self
+
+    @property
+    def overlong_or_off(self) -> OverlongConfig:
+        return self.overlong or OverlongConfig(mode="off")
+
+
+def _check_groups(config: Config) -> None:
+    smallest = min(values(config.rollout.group_size))
+    if smallest < 2:
+        raise ValueError(
+            f"`rollout.group_size: {smallest:g}` must be ≥ 2: the advantage compares the "
+            "responses of one group, and a group of one gives no signal"
+        )
+    for groups in values(config.trainer.groups_per_step):
+        if groups < config.learner.minibatches:
+            raise ValueError(
+                f"`learner.minibatches: {config.learner.minibatches}` is over "
+                f"`trainer.groups_per_step: {groups:g}`: a minibatch would be empty"
+            )
+    if config.rollout.deterministic and config.rollout.slots < max(
+        values(config.rollout.group_size)
+    ):
+        raise ValueError("`rollout.deterministic: true` needs `rollout.slots` ≥ `group_size`")
+
+
+def _check_lengths(config: Config) -> None:
+    longest = max(values(config.rollout.max_response_length))
+    total = config.data.max_prompt_tokens + longest
+    cap = config.learner.max_tokens_per_microbatch
+    if total > cap:
+        raise ValueError(
+            f"`data.max_prompt_tokens: {config.data.max_prompt_tokens}` + "
+            f"`rollout.max_response_length: {longest:g}` = {total:g} is over "
+            f"`learner.max_tokens_per_microbatch: {cap}`: a full sample would not fit"
+        )
+    overlong = config.overlong_or_off
+    if overlong.mode == "soft" and overlong.buffer is not None:
+        shortest = min(values(config.rollout.max_response_length))
+        if max(values(overlong.buffer)) > shortest:
+            raise ValueError(
+                f"`overlong.buffer: {max(values(overlong.buffer)):g}` is over "
+                f"`rollout.max_response_length: {shortest:g}`"
+            )
+
+
+def _check_weights(config: Config) -> None:
+    interval, bound = config.weights.broadcast_interval, config.replay.max_staleness
+    if interval > bound + 1:
+        raise ValueError(
+            f"`weights.broadcast_interval: {interval}` must be ≤ `replay.max_staleness` + 1 = "
+            f"{bound + 1}: older weights could start no group in time"
+        )
+    if config.weights.delay > bound:
+        raise ValueError(
+            f"`weights.delay: {config.weights.delay}` must be ≤ `replay.max_staleness: {bound}`"
+        )
+    if config.weights.delay and interval != 1:
+        raise ValueError("`weights.delay` needs `weights.broadcast_interval: 1`")
+
+
+def warnings(config: Config) -> list[str]:
+    """What is legal but likely not meant, one sentence each."""
+    found: list[str] = []
+    if config.weights.broadcast_interval == config.replay.max_staleness + 1 > 1:
+        found.append(
+            "weights.broadcast_interval = replay.max_staleness + 1 is legal, but generation and "
+            "training will not overlap around a broadcast"
+        )
+    if config.filter.enabled and config.filter.metric == "seq_final_reward":
+        found.append(
+            "filter.metric: seq_final_reward includes the length penalty, so an all-wrong group "
+            "can survive the filter by its lengths alone"
+        )
+    if config.rollout.top_p < 1 or config.rollout.top_k != -1:
+        found.append(
+            "top_p/top_k cut the sampled distribution, but log-probs are of the full one: the "
+            "ratio of behavior and proximal policy is biased"
+        )
+    return found
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and dotted overrides (`learner.lr=3e-4`).
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, broken rule; every problem found
+            is named with its field, value and rule.
+    """
+    tree = _read_tree(Path(path), inherited=False)
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """A `Config` from plain data.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = _problems(error)
+        raise ConfigError("\n".join(["the configuration is refused:", *problems])) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML that `load` reads back to an equal config."""
+    tree = config.model_dump(mode="json", exclude_none=True, exclude_unset=False)
+    _drop_ignored(config, tree)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _drop_ignored(config: Section, tree: dict[str, Any]) -> None:
+    """Leave out defaults of fields that the chosen path ignores: reading them back as set values
+    would be refused."""
+    for name in list(tree):
+        value = getattr(config, name)
+        if isinstance(value, Section):
+            _drop_ignored(value, tree[name])
+            if not tree[name] and name not in config.model_fields_set:
+                del tree[name]
+        elif name not in config.model_fields_set:
+            trial = {k: v for k, v in tree.items() if k in config.model_fields_set or k == name}
+            try:
+                type(config).model_validate(trial)
+            except ValidationError:
+                del tree[name]
+    if isinstance(config, Config) and config.data.eval is None:
+        tree.pop("eval", None)
+
+
+def _read_tree(path: Path, inherited: bool) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the config file {path} is not UTF-8 text") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ConfigError(f"{path} must hold a mapping of sections")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if inherited:
+        raise ConfigError(f"{path}: `base: {base}`: a base file can't have a base of its own")
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: `base: {base}` must be the path of one YAML file")
+    return _merge(_read_tree(path.parent / base, inherited=True), tree)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = key.split(".")
+    if not equals or not all(path):
+        raise ConfigError(f"override `{override}` must look like section.field=value")
+    node = tree
+    for part in path[:-1]:
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override `{override}`: `{part}` is a value, not a section")
+        node = child
+    node[path[-1]] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    """JSON where it is JSON (numbers, true, null, lists), else text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _problems(error: ValidationError) -> list[str]:
+    lines: list[str] = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"] if part not in _UNION_ARMS)
+        message = problem["msg"].removeprefix("Value error, ")
+        value = problem.get("input")
+        if problem["type"] == "extra_forbidden":
+            message = f"unknown key (value {value!r})"
+        elif problem["type"] == "missing":
+            message = "is required"
+        elif problem["type"] != "value_error":
+            message = f"{value!r}: {message}"
+            if isinstance(value, str) and _is_number(value) and "e" in value.lower():
+                message += (
+                    f" — {value} is text here; YAML 1.1 reads numbers like 1e-6 as text, "
+                    "write 1.0e-6 without quotes"
+                )
+        line = f"  {where}: {message}" if where else f"  {message}"
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+_UNION_ARMS = {"float", "Ramp", "list[Stage]", "int"}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
