@@ -193,6 +193,8 @@ class RolloutConfig(Section):
     """Longest start of a worker."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts per worker before it is given up."""
+    max_attempts: Count = 5
+    """Attempts at one draw (its worker died, its request failed) before its row is set aside."""
     min_workers: Count = 1
     """With fewer workers left the run ends (exit 4)."""
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
@@ -236,6 +238,9 @@ class RewardConfig(Section):
     """Scores below are invalid."""
     max_score: float = 1e6
     """Scores above are invalid."""
+    permute: bool = False
+    """A control for studies: deal the rewards at random within each group, so that there is
+    nothing to learn."""
 
     @model_validator(mode="after")
     def _rules(self) -> RewardConfig:
@@ -417,7 +422,9 @@ class WeightsConfig(Section):
     delay: Annotated[int, Field(ge=0)] = 0
     """For studies: workers serve version max(0, v − delay)."""
     publish_timeout_s: Positive = 300.0
-    """A publish that keeps failing for this long ends the run (exit 7)."""
+    """Longest snapshot, and longest publication of one, before the run ends (exit 7)."""
+    max_publish_failures: Count = 30
+    """Publishes that fail in a row before the run ends (exit 7)."""
     update_timeout_s: Positive = 300.0
     """Longest weight update of one worker before it counts as lost."""
 

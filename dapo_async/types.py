@@ -245,7 +245,8 @@ class Batch:
 
     version: int
     """The learner version this batch is trained at."""
-    draw_ids: tuple[DrawId, ...]
+    lease_ids: tuple[LeaseId, ...]
+    """The groups, in draw order; a payload is kept under its lease id."""
     minibatches: tuple[Minibatch, ...]
     """`epochs × minibatches` optimizer updates, in order."""
     clip_low: float
@@ -295,8 +296,24 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOutcomes:
+    """What one worker found on evaluation prompts; one entry per prompt, in order."""
+
+    version: int
+    """The one version that sampled every token."""
+    accs: tuple[float, ...]
+    greedy_accs: tuple[float, ...]
+    """Empty without greedy evaluation."""
+    lengths: tuple[int, ...]
+    truncated: tuple[bool, ...]
+    failed: int
+    """Judgements that failed (status not ok); they count as wrong."""
+    samples: tuple[SampleText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """One evaluation of one version over a whole evaluation set."""
+    """One evaluation of one version over a whole evaluation set, pooled."""
 
     version: int
     n: int

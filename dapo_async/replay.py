@@ -1,0 +1,469 @@
+"""ReplayQueue: the staleness contract and the ledger, as one pure state machine.
+
+No clock, no sleep, no Ray: times come in as arguments. The proof that the contract bounds
+staleness without ever dropping a group for its age, and without deadlock, is in
+docs/staleness.md.
+
+    waiting ──complete──► waiting, complete ──form_batch──► training ──trained──► gone
+       │ reissue (worker lost)  │ filtered / dropped                  version + 1
+       └────────────────────────┘
+
+Words: `v` the learner's version; `step` the first step whose batch isn't formed yet (v, or v + 1
+while a batch is in training); `B_s` groups trained in step s; a group's deadline is η + the oldest
+version that any of its tokens may have: the last step that may train it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dapo_async.errors import GateError
+from dapo_async.types import DrawId, LeaseId
+
+FilterReason = Literal["all_right", "all_wrong", "uniform", "pass_band"]
+
+
+class Ledger:
+    """Every draw ends exactly once: trained, filtered (why), dropped (why), or it is live."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.trained = 0
+        self.filtered: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.late = 0
+        """Answers of expired leases that were refused (not part of the balance)."""
+        self.reissued = 0
+        self._live: set[DrawId] = set()
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    def draw(self, draw_id: DrawId) -> None:
+        if draw_id in self._live:
+            raise GateError(f"ledger: {draw_id} was drawn twice")
+        self._live.add(draw_id)
+        self.drawn += 1
+
+    def end(self, draw_id: DrawId) -> None:
+        if draw_id not in self._live:
+            raise GateError(f"ledger: {draw_id} ended, but it isn't live")
+        self._live.remove(draw_id)
+
+    def check(self) -> None:
+        """Raises GateError unless drawn = trained + filtered + dropped + live."""
+        ended = self.trained + self.filtered.total() + self.dropped.total()
+        if self.drawn != ended + self.live:
+            raise GateError(f"ledger doesn't balance: {self.summary()}")
+
+    def summary(self) -> dict[str, object]:
+        kinds = ("all_right", "all_wrong", "uniform")
+        return {
+            "drawn": self.drawn,
+            "trained": self.trained,
+            "filtered": {kind: 0 for kind in kinds} | dict(self.filtered),
+            "dropped": dict(self.dropped),
+            "live": self.live,
+            "late_refused": self.late,
+            "reissued": self.reissued,
+        }
+
+
+@dataclass(slots=True)
+class _Group:
+    """A live group that isn't in a batch yet."""
+
+    attempt: int
+    oldest: int
+    """The oldest version that any of its tokens may have."""
+    since: float
+    """When its current attempt was started."""
+    complete: bool = False
+    leased: bool = True
+    """False: its worker was lost and no other has it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormedBatch:
+    """What `form_batch` decided: groups to train, in draw order, and groups to give up."""
+
+    step: int
+    groups: tuple[DrawId, ...]
+    surplus: tuple[DrawId, ...]
+    """Informative or unfinished groups beyond what oversampling needs, dropped by draw order."""
+
+
+class ReplayQueue:
+    """Bounds staleness at the moment of drawing, so that no finished group is ever too old.
+
+    Invariant, for every d: due(d) ≤ capacity(step, d), where due(d) counts the waiting groups
+    with a deadline ≤ d and capacity(step, d) = Σ B_s for s = step … min(d, last step).
+
+    Args:
+        max_staleness: η.
+        groups_per_step: B_s of a step.
+        steps: learner steps of the run; the last step is steps − 1.
+        depth: live groups allowed, in steps' worth (1 … η + 1).
+        oversample: draws beyond what the steps need (≥ 1).
+        version: the learner's version at the start.
+    """
+
+    def __init__(
+        self,
+        max_staleness: int,
+        groups_per_step: Callable[[int], int],
+        steps: int,
+        depth: float = 1.0,
+        oversample: float = 1.0,
+        version: int = 0,
+    ) -> None:
+        self.max_staleness = max_staleness
+        self.groups_per_step = groups_per_step
+        self.steps = steps
+        self.depth = depth
+        self.oversample = oversample
+        self.version = version
+        self.ledger = Ledger()
+        self.filtered_while_waiting = 0
+        """Groups filtered since the last batch was formed, while the learner waited."""
+        self._waiting: dict[DrawId, _Group] = {}
+        self._due: Counter[int] = Counter()
+        """Waiting groups by deadline; at most η + 2 keys."""
+        self._complete = 0
+        self._lost: set[DrawId] = set()
+        self._training: tuple[DrawId, ...] = ()
+
+    # ---- what is there -------------------------------------------------------------------------
+
+    @property
+    def live(self) -> int:
+        return self.ledger.live
+
+    @property
+    def ready(self) -> int:
+        """Complete groups that wait for a batch."""
+        return self._complete
+
+    @property
+    def due(self) -> Mapping[int, int]:
+        """Waiting groups by deadline."""
+        return self._due
+
+    @property
+    def training(self) -> tuple[DrawId, ...]:
+        return self._training
+
+    @property
+    def step(self) -> int:
+        """The first step whose batch isn't formed yet."""
+        return self.version + (1 if self._training else 0)
+
+    @property
+    def live_limit(self) -> int:
+        """Pacing: live groups allowed. depth is the typical age, η the guarantee."""
+        groups = self.groups_per_step(min(self.step, self.steps - 1))
+        return math.floor(self.depth * self.oversample * groups + 1e-9)
+
+    def unleased(self) -> list[tuple[DrawId, int]]:
+        """Groups whose worker was lost, oldest draw first, with the version a new worker must
+        at least have."""
+        return sorted((draw_id, self._waiting[draw_id].oldest) for draw_id in self._lost)
+
+    # ---- the invariant -------------------------------------------------------------------------
+
+    def capacity(self, step: int, deadline: int) -> int:
+        """Groups that steps `step` … `deadline` can train."""
+        last = min(deadline, self.steps - 1)
+        return sum(self.groups_per_step(s) for s in range(step, last + 1))
+
+    def feasible(self, step: int, due: Mapping[int, int], slack: float = 1.0) -> bool:
+        """The one test: can `due` groups by deadline all be trained in time from `step` on?"""
+        return self._first_violation(step, due, slack) is None
+
+    def _first_violation(
+        self, step: int, due: Mapping[int, int], slack: float = 1.0
+    ) -> int | None:
+        total = 0
+        for deadline in sorted(due):
+            total += due[deadline]
+            if total > math.floor(slack * self.capacity(step, deadline) + 1e-9):
+                return deadline
+        return None
+
+    # ---- event: admit --------------------------------------------------------------------------
+
+    def can_admit(self, worker_version: int) -> bool:
+        """May a worker that has proven `worker_version` start one more group?"""
+        if self.live >= self.live_limit:
+            return False
+        deadline = worker_version + self.max_staleness
+        due = {**self._due, deadline: self._due[deadline] + 1}
+        return self.feasible(self.step, due, self.oversample)
+
+    def admit(self, draw_id: DrawId, worker_version: int, now: float) -> LeaseId:
+        """Start a group; the caller has asked `can_admit` just before.
+
+        Raises:
+            GateError: the invariant or the pacing doesn't allow it.
+        """
+        if not self.can_admit(worker_version):
+            raise GateError(f"{draw_id} admitted at version {worker_version} against the contract")
+        self.ledger.draw(draw_id)
+        self._waiting[draw_id] = _Group(attempt=0, oldest=worker_version, since=now)
+        self._due[worker_version + self.max_staleness] += 1
+        return LeaseId(draw_id, 0)
+
+    # ---- event: a lease ends -------------------------------------------------------------------
+
+    def is_current(self, lease_id: LeaseId) -> bool:
+        """Is this the attempt that a live, unfinished group waits for?"""
+        group = self._waiting.get(lease_id.draw_id)
+        return (
+            group is not None
+            and group.leased
+            and not group.complete
+            and group.attempt == lease_id.attempt
+        )
+
+    def complete(self, lease_id: LeaseId, oldest_version: int) -> bool:
+        """A group is complete and its payload is safe beside the learner.
+
+        Returns False (and changes nothing) for a late or duplicate answer, or one with tokens
+        older than its lease allows; the latter is the caller's to issue again.
+        """
+        if not self.is_current(lease_id):
+            self.ledger.late += 1
+            return False
+        group = self._waiting[lease_id.draw_id]
+        if oldest_version < group.oldest:
+            return False
+        self._move_deadline(group, oldest_version)
+        group.complete = True
+        self._complete += 1
+        return True
+
+    def lose(self, draw_id: DrawId) -> None:
+        """The worker or lease of an unfinished group is lost; the group keeps its slot."""
+        group = self._waiting[draw_id]
+        if group.complete:
+            raise GateError(f"{draw_id} is complete and can't be lost")
+        group.leased = False
+        self._lost.add(draw_id)
+
+    # ---- event: reissue ------------------------------------------------------------------------
+
+    def reissue(self, draw_id: DrawId, worker_version: int, now: float) -> LeaseId:
+        """Hand a lost group to another worker, of at least its old version.
+
+        Its deadline only moves later, so the invariant needs no test.
+
+        Raises:
+            GateError: the worker is older than the group.
+        """
+        group = self._waiting[draw_id]
+        if group.leased or worker_version < group.oldest:
+            raise GateError(
+                f"{draw_id} (version {group.oldest}) reissued to a worker of {worker_version}"
+            )
+        self._move_deadline(group, worker_version)
+        group.attempt += 1
+        group.since = now
+        group.leased = True
+        self._lost.remove(draw_id)
+        self.ledger.reissued += 1
+        return LeaseId(draw_id, group.attempt)
+
+    def _move_deadline(self, group: _Group, oldest: int) -> None:
+        self._drop_due(group.oldest + self.max_staleness)
+        group.oldest = oldest
+        self._due[oldest + self.max_staleness] += 1
+
+    def _drop_due(self, deadline: int) -> None:
+        self._due[deadline] -= 1
+        if not self._due[deadline]:
+            del self._due[deadline]
+
+    # ---- endings -------------------------------------------------------------------------------
+
+    def filter(self, draw_id: DrawId, reason: FilterReason) -> None:
+        """The dynamic filter took a group out; its slot is free."""
+        self._remove(draw_id)
+        self.ledger.filtered[reason] += 1
+        if not self._training:
+            self.filtered_while_waiting += 1
+
+    def drop(self, draw_id: DrawId, reason: str) -> None:
+        """A group ends untrained for another reason than the filter."""
+        self._remove(draw_id)
+        self.ledger.dropped[reason] += 1
+
+    def _remove(self, draw_id: DrawId) -> None:
+        if draw_id not in self._waiting:
+            raise GateError(f"{draw_id} isn't waiting, so it can't end")
+        group = self._waiting.pop(draw_id)
+        self._drop_due(group.oldest + self.max_staleness)
+        self._complete -= group.complete
+        self._lost.discard(draw_id)
+        self.ledger.end(draw_id)
+
+    # ---- event: form a batch -------------------------------------------------------------------
+
+    def form_batch(self, short: bool = False) -> FormedBatch | None:
+        """Choose B complete groups, earliest deadline first, ties by draw id, if all others can
+        still be trained in time; else None: the learner waits for the groups that block it.
+
+        With `short`, fewer groups (at least one) are legal under the same test.
+        """
+        plan = self._plan(short)
+        if plan is None:
+            return None
+        batch, surplus = plan
+        for draw_id in surplus:
+            self.drop(draw_id, "surplus")
+        step = self.step
+        for draw_id in batch:
+            group = self._waiting.pop(draw_id)
+            self._drop_due(group.oldest + self.max_staleness)
+            self._complete -= 1
+        self._training = tuple(sorted(batch))
+        self.filtered_while_waiting = 0
+        return FormedBatch(step=step, groups=self._training, surplus=tuple(surplus))
+
+    def _plan(self, short: bool) -> tuple[list[DrawId], list[DrawId]] | None:
+        if self._training or self.step >= self.steps:
+            return None
+        wanted = self.groups_per_step(self.step)
+        if not self._complete or (self._complete < wanted and not short):
+            return None
+        surplus = self._surplus()
+        gone = set(surplus)
+        complete = sorted(
+            (group.oldest, draw_id)
+            for draw_id, group in self._waiting.items()
+            if group.complete and draw_id not in gone
+        )
+        if not complete or (len(complete) < wanted and not short):
+            return None
+        batch = [draw_id for _, draw_id in complete[:wanted]]
+        if not self.feasible(self.step + 1, self._due_without([*batch, *surplus])):
+            return None
+        return batch, surplus
+
+    def _due_without(self, draw_ids: Iterable[DrawId]) -> Counter[int]:
+        due = self._due.copy()
+        due.subtract(self._waiting[d].oldest + self.max_staleness for d in draw_ids)
+        return +due
+
+    def _surplus(self, slack: float = 1.0) -> list[DrawId]:
+        """The latest draws that keep the invariant from holding: oversampled, or left over by a
+        change of η or B. By draw order, never by completion time, so that short answers aren't
+        favoured."""
+        due = self._due.copy()
+        late_first = sorted(self._waiting, reverse=True)
+        gone: list[DrawId] = []
+        while (bad := self._first_violation(self.step, due, slack)) is not None:
+            latest = next(
+                d for d in late_first if self._waiting[d].oldest + self.max_staleness <= bad
+            )
+            late_first.remove(latest)
+            deadline = self._waiting[latest].oldest + self.max_staleness
+            due[deadline] -= 1
+            if not due[deadline]:
+                del due[deadline]
+            gone.append(latest)
+        return gone
+
+    # ---- waiting for stragglers ----------------------------------------------------------------
+
+    def blockers(self) -> list[DrawId]:
+        """The unfinished groups that keep the next batch from being formed, oldest first."""
+        if self._training or self.step >= self.steps or self._plan(short=False) is not None:
+            return []
+        surplus = set(self._surplus())
+        bad: int | None = None
+        complete = [d for d, g in self._waiting.items() if g.complete and d not in surplus]
+        wanted = self.groups_per_step(self.step)
+        if len(complete) >= wanted:
+            complete.sort(key=lambda d: (self._waiting[d].oldest, d))
+            rest = self._due_without([*complete[:wanted], *surplus])
+            bad = self._first_violation(self.step + 1, rest)
+        return sorted(
+            draw_id
+            for draw_id, group in self._waiting.items()
+            if not group.complete
+            and draw_id not in surplus
+            and (bad is None or group.oldest + self.max_staleness <= bad)
+        )
+
+    def overdue(self, now: float, timeout: float) -> tuple[list[DrawId], float | None]:
+        """Blockers whose attempt is older than `timeout`, and when the next one will be."""
+        late: list[DrawId] = []
+        next_at: float | None = None
+        for draw_id in self.blockers():
+            at = self._waiting[draw_id].since + timeout
+            if at <= now:
+                late.append(draw_id)
+            elif next_at is None or at < next_at:
+                next_at = at
+        return late, next_at
+
+    # ---- event: trained ------------------------------------------------------------------------
+
+    def trained(self) -> int:
+        """The optimizer committed the batch in training; returns the new version."""
+        if not self._training:
+            raise GateError("no batch is in training")
+        for draw_id in self._training:
+            self.ledger.end(draw_id)
+        self.ledger.trained += len(self._training)
+        self._training = ()
+        self.version += 1
+        self.ledger.check()
+        return self.version
+
+    # ---- event: η or B changed -----------------------------------------------------------------
+
+    def rebound(
+        self,
+        max_staleness: int | None = None,
+        groups_per_step: Callable[[int], int] | None = None,
+        depth: float | None = None,
+    ) -> list[DrawId]:
+        """Change the bounds mid-run; groups that no longer fit end as `resume_bound`, latest
+        draws first, and are returned so that their prompts are drawn again."""
+        if max_staleness is not None and max_staleness != self.max_staleness:
+            self.max_staleness = max_staleness
+            self._due = Counter(g.oldest + max_staleness for g in self._waiting.values())
+        if groups_per_step is not None:
+            self.groups_per_step = groups_per_step
+        self.depth = min(depth or self.depth, float(self.max_staleness + 1))
+        gone = self._surplus(self.oversample)
+        for draw_id in gone:
+            self.drop(draw_id, "resume_bound")
+        return gone
+
+
+def gate(version: int, oldest_version: int, max_staleness: int, what: object) -> int:
+    """The learner's last check on every sample: returns its staleness.
+
+    Raises:
+        GateError: it is older than the contract allows, or newer than the learner.
+    """
+    staleness = version - oldest_version
+    if not 0 <= staleness <= max_staleness:
+        raise GateError(
+            f"{what} has tokens of version {oldest_version}; at learner version {version} its "
+            f"staleness {staleness} breaks 0 ≤ staleness ≤ max_staleness: {max_staleness}"
+        )
+    return staleness
+
+
+def publish_due(version: int, published: int, interval: int) -> bool:
+    """Publish when the learner is `interval` versions ahead: never `version % interval`, which a
+    failed publish would shift for ever."""
+    return version - published >= interval

@@ -1,0 +1,141 @@
+"""StepStats: the numbers of one learner step, pooled from what the driver knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dapo_async import evaluation
+from dapo_async.fleet import Fleet
+from dapo_async.replay import ReplayQueue
+from dapo_async.metrics import group_metrics
+from dapo_async.types import Batch, EvalOutcomes, EvalReport, GroupMeta, StepReport
+
+
+class StepStats:
+    """Accumulates between two steps; `step_metrics` reads and starts over.
+
+    Times come in as arguments, so that it also works under a virtual clock.
+    """
+
+    def __init__(self) -> None:
+        self.staleness: Counter[int] = Counter()
+        """Trained samples by staleness, over the run."""
+        self.rollout_tokens = 0
+        self.train_tokens = 0
+        self.learner_idle_s = 0.0
+        self.elapsed_s = 0.0
+        self.fleet_idle_s = 0.0
+        self._started_at = 0.0
+        self._step_started_at = 0.0
+        self._idle_since: float | None = None
+        self._idle_in_step = 0.0
+        self._fleet_idle_before = 0.0
+        self._judged: list[GroupMeta] = []
+        self._reissued_before = 0
+        self._filtered_before: Counter[str] = Counter()
+
+    def start(self, now: float) -> None:
+        self._started_at = self._step_started_at = now
+        self._idle_since = now
+
+    def group(self, meta: GroupMeta) -> None:
+        """A group came out of the rollout workers, kept or not."""
+        self._judged.append(meta)
+        self.rollout_tokens += sum(meta.response_tokens_G)
+
+    def learner_busy(self, now: float) -> None:
+        if self._idle_since is not None:
+            self._idle_in_step += now - self._idle_since
+            self.learner_idle_s += now - self._idle_since
+            self._idle_since = None
+
+    def learner_idle(self, now: float) -> None:
+        self._idle_since = now
+
+    def step_metrics(
+        self,
+        now: float,
+        queue: ReplayQueue,
+        fleet: Fleet,
+        metas: Sequence[GroupMeta],
+        batch: Batch,
+        report: StepReport,
+    ) -> dict[str, float]:
+        """All metrics of the step that just ended; see `dapo_async.metrics` for the names."""
+        step_s = max(1e-9, now - self._step_started_at)
+        idle_now = fleet.idle_s(now)
+        metrics = dict(report.metrics)
+        metrics |= group_metrics(self._judged).result()
+        metrics |= self._filter_metrics(queue)
+        metrics |= _staleness_metrics(report)
+        generated = sum(sum(meta.response_tokens_G) for meta in self._judged)
+        ledger = queue.ledger
+        metrics |= {
+            "train/lr": batch.lr,
+            "train/tokens": report.trained_tokens,
+            "train/groups": len(metas),
+            "train/minibatches": len(batch.minibatches),
+            "train/skipped_updates": report.skipped_updates,
+            "rollout/tokens_per_s": generated / step_s,
+            "rollout/reissued": ledger.reissued - self._reissued_before,
+            "replay/live": queue.live,
+            "replay/ready": queue.ready,
+            "replay/capacity": queue.live_limit,
+            "replay/drawn": ledger.drawn,
+            "replay/trained": ledger.trained,
+            "replay/dropped": ledger.dropped.total(),
+            "staleness/bound": queue.max_staleness,
+            "perf/step_s": step_s,
+            "perf/wait_for_batch_s": self._idle_in_step,
+            "perf/learner_idle_share": min(1.0, self._idle_in_step / step_s),
+            "perf/worker_idle_share": min(
+                1.0, (idle_now - self._fleet_idle_before) / (step_s * len(fleet.workers))
+            ),
+            "perf/tokens_per_s": report.trained_tokens / step_s,
+        }
+        self.staleness.update(report.staleness)
+        self.train_tokens += report.trained_tokens
+        self._step_started_at = now
+        self._idle_in_step = 0.0
+        self._fleet_idle_before = idle_now
+        self._judged = []
+        self._reissued_before = ledger.reissued
+        self.elapsed_s = now - self._started_at
+        self.fleet_idle_s = idle_now
+        return metrics
+
+    def _filter_metrics(self, queue: ReplayQueue) -> dict[str, float]:
+        filtered = queue.ledger.filtered
+        new = {kind: filtered[kind] - self._filtered_before[kind] for kind in filtered}
+        self._filtered_before = Counter(filtered)
+        judged = len(self._judged)
+        kept = max(0, judged - sum(new.values()))
+        metrics: dict[str, float] = {
+            f"filter/{kind}": new.get(kind, 0) for kind in ("all_right", "all_wrong", "uniform")
+        }
+        metrics |= {f"filter/{kind}": count for kind, count in new.items()}
+        return metrics | {
+            "filter/kept": kept,
+            "filter/kept_share": kept / max(1, judged),
+        }
+
+
+def _staleness_metrics(report: StepReport) -> dict[str, float]:
+    count = max(1, sum(report.staleness.values()))
+    return {
+        "staleness/mean": sum(age * n for age, n in report.staleness.items()) / count,
+        "staleness/max": max(report.staleness, default=0),
+    }
+
+
+def pool_outcomes(outcomes: EvalOutcomes) -> EvalReport:
+    """Pooled accuracy of one evaluation, with its 95 % interval."""
+    return evaluation.report(
+        outcomes.version,
+        outcomes.accs,
+        outcomes.lengths,
+        outcomes.truncated,
+        greedy_accs=outcomes.greedy_accs,
+        samples=outcomes.samples,
+    )
