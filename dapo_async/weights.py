@@ -1,1 +1,489 @@
-"""WeightStore: how a learner's versions reach the engines of one machine, without pickle."""
+"""WeightStore: how a learner's versions reach the engines of one machine, without pickle.
+
+A store is a folder in shared memory. A version is written as `tmp-…/` and renamed to `v<version>/`
+when it is complete, so a reader sees whole versions or nothing:
+
+    <root>/v7/tensors     the bytes of all tensors, each at a multiple of 64
+    <root>/v7/manifest    one msgpack frame: name, dtype, shape, offset, size, CRC-32 of each tensor
+
+Writer (the learner)                          Reader (an engine)
+    writer = store.begin(7, specs)                manifest = store.manifest(store.latest())
+    writer.copy(name, tensor)   # the snapshot    tensors = store.open_version(manifest)
+    writer.commit()             # any thread
+
+Versions only go up. Removing a version leaves readers that have opened it untouched: their memory
+maps live on. torch is imported only by the functions that touch tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_async.codec import MAX_FRAME_BYTES, MalformedFrame, decode, encode
+from dapo_async.types import TensorSpec, WeightVersion
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[str, str, tuple[int, ...]]
+"""(name, dtype, shape) of a tensor; the dtype is one of `ITEM_BYTES`."""
+
+ALIGNMENT = 64
+"""Bytes. Every tensor starts at a multiple of it, which suits every dtype and vector load."""
+MAX_DIMS = 16
+
+ITEM_BYTES: Mapping[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+"""Bytes of one element of every dtype that travels."""
+
+_ROOT_PREFIX = "dapo-async-"
+_TMP_PREFIX, _GONE_PREFIX = "tmp-", "gone-"
+_VERSION_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})")
+_POLL_S = 0.02
+_MADV_POPULATE_WRITE = 23
+"""Maps all pages at once; one fault per page would make the snapshot five times as slow."""
+
+
+class WeightsRefused(Exception):
+    """A version that must not be loaded; nothing of it was handed out."""
+
+
+class VersionGone(WeightsRefused):
+    """The version was never published, or retention has removed it: ask for the latest."""
+
+
+class NonFiniteWeights(WeightsRefused):
+    """A snapshot holds inf or nan. It was thrown away and no reader has seen it."""
+
+
+class WeightStore:
+    """The published versions below one folder.
+
+    `create` makes the folder and owns it (the driver); `WeightStore(root)` opens it from another
+    process. One process writes, any number read.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, parent: str | Path | None = None) -> WeightStore:
+        """Make a new store readable by this user only, in /dev/shm unless `parent` is given.
+
+        Stores left behind by owners that were killed are removed on the way.
+        """
+        if parent is None:
+            parent = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+        _remove_abandoned(Path(parent), _ROOT_PREFIX)
+        while True:  # a sweeping neighbour may take a folder before it is locked: take another
+            root = Path(tempfile.mkdtemp(prefix=_ROOT_PREFIX, dir=parent))
+            lock = _try_lock(root)
+            if lock is None:
+                continue
+            if root.exists():
+                store = cls(root)
+                store._lock = lock
+                return store
+            os.close(lock)
+
+    def close(self) -> None:
+        """Remove the folder if this object made it. Readers with an open version keep it."""
+        if self._lock is not None:
+            shutil.rmtree(self.root, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> WeightStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def begin(self, version: int, shapes: Iterable[Shape]) -> VersionWriter:
+        """Allocate memory for a version; `shapes` are (name, dtype, shape).
+
+        Raises:
+            ValueError: the version isn't newer than the latest; a duplicate name, an unknown
+                dtype or a negative size.
+            OSError: not enough shared memory (found here, not in the middle of the copy).
+        """
+        latest = self.latest()
+        if version < 0 or (latest is not None and version <= latest):
+            raise ValueError(f"version {version} must be newer than the latest, {latest}")
+        _remove_abandoned(self.root, _TMP_PREFIX)
+        return VersionWriter(self.root, version, _layout(shapes))
+
+    def prune(self, newest: int = 2, keep: Collection[int] = ()) -> tuple[int, ...]:
+        """Remove all but the `newest` latest versions and those in `keep` (pinned by readers).
+
+        The latest version always stays. Returns the removed versions, oldest first.
+        """
+        versions = self.versions()
+        doomed = [v for v in versions[: len(versions) - max(1, newest)] if v not in keep]
+        for version in doomed:
+            # Renamed first: a reader never meets a version that is half removed.
+            gone = self.root / f"{_GONE_PREFIX}{version}"
+            self._folder(version).rename(gone)
+        _remove_abandoned(self.root, _GONE_PREFIX)
+        return tuple(doomed)
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def versions(self) -> list[int]:
+        """All complete versions, oldest first."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
+
+    def latest(self) -> int | None:
+        """The newest complete version."""
+        return max(self.versions(), default=None)
+
+    async def wait(self, newer_than: int | None, timeout: float) -> int:
+        """The latest version as soon as it is newer than `newer_than` (None: any version).
+
+        Raises:
+            TimeoutError: there was none within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            latest = self.latest()
+            if latest is not None and (newer_than is None or latest > newer_than):
+                return latest
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no version newer than {newer_than} within {timeout:g} s")
+            await asyncio.sleep(min(_POLL_S, timeout))
+
+    def manifest(self, version: int) -> WeightVersion:
+        """What a published version holds.
+
+        Raises:
+            VersionGone: there is no such version (any more).
+            WeightsRefused: the manifest isn't one of ours.
+        """
+        path = self._folder(version) / "manifest"
+        descriptor = _open_regular(path)
+        with open(descriptor, "rb") as file:
+            data = file.read(MAX_FRAME_BYTES + 1)
+        try:
+            found = decode(data, WeightVersion)
+        except MalformedFrame as error:
+            raise WeightsRefused(f"{path}: {error}") from None
+        if found.version != version:
+            raise WeightsRefused(f"{path} is the manifest of version {found.version}")
+        return replace(found, location=str(path.parent))
+
+    def open_version(self, manifest: WeightVersion, check: bool = True) -> dict[str, torch.Tensor]:
+        """Map a version into memory: name → tensor, in the order of the manifest, without a copy.
+
+        The tensors are private to the caller: what is written to them reaches nobody else. With
+        `check` every checksum is compared first (reads all bytes once).
+
+        Raises:
+            VersionGone: the version has been removed.
+            WeightsRefused: the manifest doesn't belong to this store or doesn't fit the file, a
+                value was not finite, or a checksum differs. Nothing is handed out.
+        """
+        import torch
+
+        view = self._map(manifest)
+        if check:
+            _check_sums(manifest, view)
+        return {
+            spec.name: _as_tensor(torch, view, spec.dtype, spec.shape, spec.offset, spec.nbytes)
+            for spec in manifest.tensors
+        }
+
+    def verify(self, manifest: WeightVersion) -> None:
+        """Compare a version with its manifest: place, sizes, every checksum.
+
+        Raises:
+            WeightsRefused: as `open_version`.
+        """
+        _check_sums(manifest, self._map(manifest))
+
+    def _map(self, manifest: WeightVersion) -> mmap.mmap:
+        folder = self._folder(manifest.version)
+        if manifest.location != str(folder):
+            raise WeightsRefused(
+                f"version {manifest.version} is said to be at {manifest.location!r}, "
+                f"this store has it at {str(folder)!r}"
+            )
+        if not manifest.finite:
+            raise WeightsRefused(f"version {manifest.version} holds inf or nan")
+        descriptor = _open_regular(folder / "tensors")
+        try:
+            size = os.fstat(descriptor).st_size
+            _check_specs(manifest, size)
+            # A private map: tensors need writable memory, but no write reaches the file.
+            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+
+    def _folder(self, version: int) -> Path:
+        return self.root / f"v{version}"
+
+
+class VersionWriter:
+    """One version on its way into the store; made by `WeightStore.begin`.
+
+    `copy` takes the snapshot and belongs before the next optimizer step; `commit` may run in a
+    background thread. As a context manager it aborts what was not committed.
+    """
+
+    def __init__(self, root: Path, version: int, layout: Mapping[str, TensorSpec]) -> None:
+        self.version = version
+        self._root = root
+        self._layout = layout
+        self._missing = dict.fromkeys(layout)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{version}-", dir=root))
+        self._lock = _try_lock(self._folder)
+        size = max((spec.offset + spec.nbytes for spec in layout.values()), default=0)
+        try:
+            self._map: mmap.mmap | None = _allocate(self._folder / "tensors", max(size, ALIGNMENT))
+        except OSError:
+            self.abort()
+            raise
+
+    def copy(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one tensor to its place, from any device and memory layout.
+
+        A floating-point tensor of another precision is converted on the way; nothing else is.
+
+        Raises:
+            ValueError: unknown name, another shape, or a dtype that would need a lossy guess.
+        """
+        import torch
+
+        if self._map is None:
+            raise ValueError(f"version {self.version} is already committed or aborted")
+        spec = self._layout.get(name)
+        if spec is None:
+            raise ValueError(f"`{name}` is not in the layout of version {self.version}")
+        dtype = _dtype_of(torch, spec.dtype)
+        if tuple(tensor.shape) != spec.shape:
+            raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}, not {spec.shape}")
+        if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+            raise ValueError(f"`{name}` has dtype {tensor.dtype}, not {dtype}")
+        place = _as_tensor(torch, self._map, spec.dtype, spec.shape, spec.offset, spec.nbytes)
+        place.copy_(tensor.detach())
+        self._missing.pop(name, None)
+
+    def commit(self) -> WeightVersion:
+        """Check and sum every tensor, then make the version visible, all at once.
+
+        Raises:
+            NonFiniteWeights: inf or nan in a tensor; names the first ones. Nothing is visible.
+            ValueError: a tensor was never copied.
+        """
+        if self._map is None:
+            raise ValueError(f"version {self.version} is already committed or aborted")
+        if self._missing:
+            raise ValueError(f"version {self.version} lacks {len(self._missing)} tensors, "
+                             f"among them `{next(iter(self._missing))}`")  # fmt: skip
+        try:
+            self._check_finite(self._map)
+            manifest = WeightVersion(
+                version=self.version,
+                location=str(self._root / f"v{self.version}"),
+                tensors=tuple(
+                    replace(spec, crc32=_sum(self._map, spec)) for spec in self._layout.values()
+                ),
+                finite=True,
+            )
+            (self._folder / "manifest").write_bytes(encode(manifest))
+            self._map = None
+            self._folder.rename(manifest.location)
+        except BaseException:
+            self.abort()
+            raise
+        self._unlock()
+        return manifest
+
+    def abort(self) -> None:
+        """Throw the snapshot away. Does nothing after a commit."""
+        self._map = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._unlock()
+
+    def __enter__(self) -> VersionWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def _check_finite(self, view: mmap.mmap) -> None:
+        import torch
+
+        broken: list[str] = []
+        for spec in self._layout.values():
+            if not spec.nbytes or not _dtype_of(torch, spec.dtype).is_floating_point:
+                continue
+            values = _as_tensor(torch, view, spec.dtype, spec.shape, spec.offset, spec.nbytes)
+            # One pass without a mask as large as the tensor: nan carries through min and max.
+            low, high = torch.aminmax(values)
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                broken.append(spec.name)
+        if broken:
+            more = "" if len(broken) <= 3 else f" and {len(broken) - 3} more"
+            raise NonFiniteWeights(
+                f"version {self.version} holds inf or nan in {', '.join(broken[:3])}{more}"
+            )
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+# ---- layout, manifest ------------------------------------------------------------------------
+
+
+def _layout(shapes: Iterable[Shape]) -> dict[str, TensorSpec]:
+    """Places one after another, each aligned."""
+    layout: dict[str, TensorSpec] = {}
+    offset = 0
+    for name, dtype, shape in shapes:
+        if name in layout:
+            raise ValueError(f"`{name}` is named twice")
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"`{name}`: dtype {dtype!r} must be one of {', '.join(ITEM_BYTES)}")
+        if len(shape) > MAX_DIMS or any(size < 0 for size in shape):
+            raise ValueError(f"`{name}`: shape {shape} must have ≤ {MAX_DIMS} sizes ≥ 0")
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        layout[name] = TensorSpec(
+            name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes, crc32=0
+        )
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return layout
+
+
+def _sum(view: mmap.mmap, spec: TensorSpec) -> int:
+    """CRC-32 of a tensor's bytes, straight from the map; zlib lets go of the GIL meanwhile."""
+    with memoryview(view) as whole, whole[spec.offset : spec.offset + spec.nbytes] as part:
+        return zlib.crc32(part)
+
+
+def _check_sums(manifest: WeightVersion, view: mmap.mmap) -> None:
+    for spec in manifest.tensors:
+        if _sum(view, spec) != spec.crc32:
+            raise WeightsRefused(
+                f"version {manifest.version}: the bytes of `{spec.name}` don't match their checksum"
+            )
+
+
+def _check_specs(manifest: WeightVersion, file_bytes: int) -> None:
+    """Everything that could lead out of the file, whoever wrote the manifest."""
+    names: set[str] = set()
+    for spec in manifest.tensors:
+        where = f"version {manifest.version}, `{spec.name}`"
+        if spec.name in names:
+            raise WeightsRefused(f"{where} is named twice")
+        names.add(spec.name)
+        if spec.dtype not in ITEM_BYTES:
+            raise WeightsRefused(f"{where}: dtype {spec.dtype!r} is not allowed")
+        if len(spec.shape) > MAX_DIMS or any(size < 0 for size in spec.shape):
+            raise WeightsRefused(f"{where}: shape {spec.shape} is not allowed")
+        if spec.nbytes != math.prod(spec.shape) * ITEM_BYTES[spec.dtype]:
+            raise WeightsRefused(
+                f"{where}: {spec.nbytes} bytes are not a {spec.dtype} of shape {spec.shape}"
+            )
+        if spec.offset < 0 or spec.offset % ALIGNMENT:
+            raise WeightsRefused(f"{where}: offset {spec.offset} is not allowed")
+        if spec.offset + spec.nbytes > file_bytes:
+            raise WeightsRefused(
+                f"{where} ends at byte {spec.offset + spec.nbytes} of a file of {file_bytes}"
+            )
+
+
+# ---- memory, files ---------------------------------------------------------------------------
+
+
+def _dtype_of(torch: Any, name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _as_tensor(
+    torch: Any, view: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int
+) -> torch.Tensor:
+    """A tensor over a part of the map; it keeps the map alive."""
+    kind = _dtype_of(torch, dtype)
+    if nbytes == 0:
+        return torch.empty(shape, dtype=kind)
+    count = nbytes // ITEM_BYTES[dtype]
+    return torch.frombuffer(view, dtype=kind, count=count, offset=offset).view(shape)
+
+
+def _allocate(path: Path, size: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Without it, shared memory that runs out shows as a SIGBUS in the middle of a copy.
+        os.posix_fallocate(descriptor, 0, size)
+        view = mmap.mmap(descriptor, size)
+        with contextlib.suppress(OSError):  # Linux before 5.14
+            view.madvise(_MADV_POPULATE_WRITE)
+        return view
+    finally:
+        os.close(descriptor)
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file of a version for reading, never through a link."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise VersionGone(f"{path} does not exist (any more)") from None
+    except OSError as error:
+        raise WeightsRefused(f"{path} can't be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise WeightsRefused(f"{path} is not a regular file")
+    return descriptor
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Lock a folder for as long as the returned descriptor is open; None if another has it.
+
+    The kernel lets go of the lock when the process dies, however it dies, and no process id is
+    compared, so it works between containers that share /dev/shm.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the folders whose owner has died: those that nobody holds a lock on."""
+    for folder in parent.glob(f"{prefix}*"):
+        if (lock := _try_lock(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)

@@ -1,0 +1,97 @@
+"""Ray for one run: started privately on this machine, checked against what the run asks for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dapo_async.config import Config
+from dapo_async.errors import ConfigError
+
+OBJECT_STORE_BYTES = 256 * 2**20
+
+CHILD_ENV = {
+    # One thread per process: OpenMP pools on shared cores spin and slow everything down.
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "DS_BUILD_OPS": "0",
+}
+
+
+def check_demand(config: Config, cpus: float) -> None:
+    """Refuse a run that asks for more CPUs than there are: Ray would wait for ever.
+
+    Raises:
+        ConfigError: names what is asked and what there is.
+    """
+    rollout, learner = config.rollout, config.learner
+    asked = rollout.workers * rollout.cpus_per_worker + learner.ranks * learner.cpus_per_rank
+    if asked > cpus:
+        raise ConfigError(
+            f"the run asks for {asked:g} CPUs: `rollout.workers: {rollout.workers}` × "
+            f"`rollout.cpus_per_worker: {rollout.cpus_per_worker:g}` + `learner.ranks: "
+            f"{learner.ranks}` × `learner.cpus_per_rank: {learner.cpus_per_rank:g}`; "
+            f"there are {cpus:g}. Lower one of them"
+        )
+
+
+class LocalRay:
+    """A Ray instance of our own, on loopback, with a token of its own; ended by `close`."""
+
+    def __init__(self) -> None:
+        # Unix socket paths are limited to 107 bytes, so Ray's files can't live in the run folder.
+        self._temp = tempfile.TemporaryDirectory(prefix="dapo-ray-", ignore_cleanup_errors=True)
+        token = Path(self._temp.name) / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ.update(
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN_PATH=str(token),
+            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+            RAY_USAGE_STATS_ENABLED="0",
+            # Every process here is an actor: no idle workers for tasks that never come.
+            RAY_prestart_worker_first_driver="0",
+            RAY_enable_worker_prestart="0",
+        )
+        import ray  # reads the environment above when it is imported
+
+        self._ray = ray
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+        ray.init(
+            address="local",
+            _temp_dir=self._temp.name,
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            runtime_env={"env_vars": CHILD_ENV | {"PYTHONPATH": path}},
+        )
+
+    def actor_options(self, cpus: float) -> dict[str, Any]:
+        return {"num_cpus": cpus}
+
+    def other_cpu_s(self, known_pids: set[int]) -> float:
+        """CPU seconds of Ray's own processes: our descendants without the named ones."""
+        total = 0.0
+        for process in psutil.Process().children(recursive=True):
+            try:
+                if process.pid not in known_pids:
+                    times = process.cpu_times()
+                    total += times.user + times.system
+            except psutil.Error:
+                continue  # it ended meanwhile
+        return total
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        self._temp.cleanup()

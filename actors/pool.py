@@ -1,0 +1,112 @@
+"""The driver's side of rollout workers on Ray: start, call, restart. `RayWorker` is a WorkerPort."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from actors.worker import RolloutWorker
+from dapo_async.codec import decode, decode_any, encode
+from dapo_async.fleet import WorkerLost
+from dapo_async.pipeline import UpdateRefusedByWorker
+from dapo_async.types import (
+    EvalOutcomes,
+    GroupMeta,
+    Lease,
+    LeaseFailure,
+    LeaseId,
+    Prompt,
+    WeightVersion,
+)
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 60.0
+"""Longest answer to a call that only queues something."""
+
+
+class RayWorker:
+    """One rollout worker; a restart makes a new actor, and the old one is killed first.
+
+    Args:
+        name: of the worker.
+        config: the resolved configuration as plain data.
+        stop_ids: every token id that ends a response.
+        store: handle of the payload store.
+        options: Ray options of the actor (`num_cpus`, `runtime_env` …).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: dict[str, Any],
+        stop_ids: Sequence[int],
+        store: Any,
+        options: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self._make: Callable[[], Any] = lambda: (
+            ray.remote(RolloutWorker)
+            .options(max_restarts=0, **options)
+            .remote(name, config, list(stop_ids), store)
+        )
+        self._actor: Any = None
+
+    async def start(self) -> int:
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._actor = self._make()
+        return int(await self._call(self._actor.start.remote()))
+
+    async def submit(self, leases: Sequence[Lease]) -> None:
+        frames = [encode(lease) for lease in leases]
+        await self._call(self._actor.submit.remote(frames), CALL_TIMEOUT_S)
+
+    async def collect(self) -> Sequence[GroupMeta | LeaseFailure]:
+        frames: list[bytes] = await self._call(self._actor.collect.remote(), CALL_TIMEOUT_S)
+        return [decode_any(frame) for frame in frames]
+
+    async def abort(self, lease_ids: Sequence[LeaseId]) -> None:
+        frames = [encode(lease_id) for lease_id in lease_ids]
+        await self._call(self._actor.abort.remote(frames), CALL_TIMEOUT_S)
+
+    async def update(self, manifest: WeightVersion) -> int:
+        answer: dict[str, Any] = await self._call(self._actor.update.remote(encode(manifest)))
+        if "refused" in answer:
+            raise UpdateRefusedByWorker(answer["refused"])
+        return int(answer["version"])
+
+    async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
+        frames = [encode(prompt) for prompt in prompts]
+        return decode(await self._call(self._actor.evaluate.remote(frames, step)), EvalOutcomes)
+
+    async def health(self) -> dict[str, float]:
+        return await self._call(self._actor.health.remote(), CALL_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """End the actor; a dead one is no error."""
+        if self._actor is None:
+            return
+        try:
+            await self._call(self._actor.close.remote(), 10.0)
+        except WorkerLost:
+            pass
+        ray.kill(self._actor)
+
+    async def _call(self, reference: Awaitable[T], timeout_s: float | None = None) -> T:
+        """Await an answer; whatever Ray says of a dead or broken actor is a WorkerLost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reference
+        except TimeoutError as error:
+            raise WorkerLost(f"no answer within {timeout_s:g} s") from error
+        except RayError as error:
+            raise WorkerLost(_reason(error)) from error
+
+
+def _reason(error: RayError) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,338 @@
+"""RolloutWorker: the Ray shell around one engine. Lease in, group out.
+
+Payloads (token ids, log-probs) go straight to the payload store beside the learner; only when the
+store has them does the driver hear of the group, and it hears numbers only. Groups that the
+dynamic filter takes out never travel.
+
+Records cross the process border as msgpack frames (`dapo_async.codec`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.engine import Engine, EngineBroken, UpdateRefused
+from dapo_async import batching, dapo
+from dapo_async.codec import decode, encode
+from dapo_async.config import Config, at, validate, values
+from dapo_async.rewards.pool import RewardPool
+from dapo_async.types import (
+    Completion,
+    Draw,
+    EvalOutcomes,
+    Group,
+    GroupMeta,
+    Lease,
+    LeaseFailure,
+    LeaseId,
+    Prompt,
+    Reward,
+    SampleText,
+    SamplingParams,
+    Trajectory,
+    WeightVersion,
+)
+
+COLLECT_S = 10.0
+"""Longest that `collect` holds its caller without a result."""
+SAMPLE_CHARS = 4000
+EVAL_AT_ONCE = 4
+"""Evaluation keeps this many times the engine's slots in its queue."""
+
+
+class RolloutWorker:
+    """One engine, one reward pool, many groups in flight. Made by Ray as an async actor.
+
+    Args:
+        name: of the worker, in messages and records.
+        config: the resolved configuration as plain data.
+        stop_ids: every token id that ends a response.
+        store: handle of the payload store: `store.put.remote(lease_frame, group_frame)`.
+    """
+
+    def __init__(self, name: str, config: dict[str, Any], stop_ids: list[int], store: Any) -> None:
+        self._name = name
+        self._config: Config = validate(config)
+        self._stop_ids = frozenset(stop_ids)
+        self._store = store
+        self._engine: Engine
+        self._rewards: RewardPool
+        self._tokenizer: Any
+        self._running: dict[LeaseId, asyncio.Task[None]] = {}
+        self._results: list[bytes] = []
+        self._news = asyncio.Event()
+        self._broken: str | None = None
+        self._payload_bytes = 0
+
+    async def start(self) -> int:
+        """Load model, tokenizer and rewards; returns the engine's proven version."""
+        from transformers import AutoTokenizer
+
+        from actors.torch_engine import TorchEngine
+
+        config = self._config
+        self._tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        longest = int(max(values(config.rollout.max_response_length)))
+        engine = TorchEngine.from_path(
+            config.model.path,
+            dtype=_dtype(config),
+            stop_token_ids=self._stop_ids,
+            slots=config.rollout.slots,
+            max_context=config.data.max_prompt_tokens + longest,
+            weight_update=config.rollout.weight_update,
+            deterministic=config.rollout.deterministic,
+            threads=config.rollout.threads_per_worker,
+        )
+        self._engine = engine
+        self._rewards = RewardPool.from_config(config.reward)
+        await self._rewards.start()
+        return await engine.start()
+
+    # ---- leases --------------------------------------------------------------------------------
+
+    async def submit(self, frames: list[bytes]) -> None:
+        """Start leases; their results come out of `collect`."""
+        for frame in frames:
+            lease = decode(frame, Lease)
+            self._running[lease.lease_id] = asyncio.create_task(self._serve(lease))
+
+    async def collect(self) -> list[bytes]:
+        """Frames of GroupMeta and LeaseFailure; waits up to COLLECT_S for the first.
+
+        Raises:
+            RuntimeError: the engine is quarantined.
+        """
+        if not self._results and self._broken is None:
+            try:
+                await asyncio.wait_for(self._news.wait(), COLLECT_S)
+            except TimeoutError:
+                return []
+        self._news.clear()
+        if self._broken is not None:
+            raise RuntimeError(f"the engine is quarantined: {self._broken}")
+        results, self._results = self._results, []
+        return results
+
+    async def abort(self, leases: list[bytes]) -> None:
+        for frame in leases:
+            task = self._running.pop(decode(frame, LeaseId), None)
+            if task is not None:
+                task.cancel()  # the engine frees the slots of a cancelled request
+
+    async def _serve(self, lease: Lease) -> None:
+        try:
+            result: GroupMeta | LeaseFailure = await self._group(lease)
+        except EngineBroken as error:
+            self._broken = str(error)
+            self._news.set()
+            return
+        except ValueError as error:
+            result = LeaseFailure(
+                lease_id=lease.lease_id, reason="rejected", detail=str(error), retry=False
+            )
+        except Exception as error:
+            # One broken group must not end the worker; its draw is issued again, and set aside
+            # after too many attempts.
+            detail = f"{type(error).__name__}: {error}"
+            result = LeaseFailure(lease_id=lease.lease_id, reason="engine_error", detail=detail)
+        self._running.pop(lease.lease_id, None)
+        self._results.append(encode(result))
+        self._news.set()
+
+    async def _group(self, lease: Lease) -> GroupMeta:
+        draw = lease.draw
+        started = time.monotonic()
+        completions = await self._engine.generate(
+            request_id=f"{draw.draw_id.position}.{lease.lease_id.attempt}",
+            prompt_ids=draw.prompt.token_ids,
+            n=draw.group_size,
+            sampling=draw.sampling,
+        )
+        generated = time.monotonic()
+        texts = [self._text(completion) for completion in completions]
+        cut = [completion.finish_reason == "length" for completion in completions]
+        rewards = await self._rewards.judge_group(draw.prompt, texts, cut)
+        judged = time.monotonic()
+        penalties = [
+            self._penalty(draw, completion.token_ids_T.size) for completion in completions
+        ]
+        version = self._engine.health().version
+        meta = GroupMeta(
+            lease_id=lease.lease_id,
+            worker_id=self._name,
+            prompt_tokens=len(draw.prompt.token_ids),
+            response_tokens_G=tuple(int(c.token_ids_T.size) for c in completions),
+            scores_G=tuple(reward.score for reward in rewards),
+            accs_G=tuple(reward.acc for reward in rewards),
+            penalties_G=tuple(penalties),
+            statuses_G=tuple(reward.status for reward in rewards),
+            finish_reasons_G=tuple(c.finish_reason for c in completions),
+            reward_extras_G=tuple(reward.extra for reward in rewards),
+            oldest_version=min((int(c.versions_T.min()) for c in completions if c.versions_T.size),
+                               default=version),
+            newest_version=max((int(c.versions_T.max()) for c in completions if c.versions_T.size),
+                               default=version),
+            generate_s=generated - started,
+            reward_s=judged - generated,
+            samples=(self._sample(draw.prompt, texts[0], rewards[0]),),
+        )
+        if all(reward.status == "ok" for reward in rewards) and batching.verdict(self._config, meta):
+            await self._store_payload(lease, completions, rewards, penalties)
+        return meta
+
+    async def _store_payload(
+        self,
+        lease: Lease,
+        completions: Sequence[Completion],
+        rewards: Sequence[Reward],
+        penalties: Sequence[float],
+    ) -> None:
+        group = Group(
+            lease_id=lease.lease_id,
+            prompt_token_ids=np.asarray(lease.draw.prompt.token_ids, np.int32),
+            logprob_mode=lease.draw.sampling.logprob_mode,
+            trajectories=tuple(
+                Trajectory(completion=completion, reward=reward, overlong_penalty=penalty)
+                for completion, reward, penalty in zip(completions, rewards, penalties, strict=True)
+            ),
+        )
+        frame = encode(group)
+        self._payload_bytes += len(frame)
+        await self._store.put.remote(encode(lease.lease_id), frame)
+
+    def _penalty(self, draw: Draw, tokens: int) -> float:
+        overlong = self._config.overlong_or_off
+        return dapo.overlong_penalty(
+            tokens,
+            draw.sampling.max_response_tokens,
+            overlong.mode,
+            draw.overlong_buffer,
+            overlong.factor,
+        )
+
+    def _text(self, completion: Completion) -> str:
+        return self._tokenizer.decode(completion.token_ids_T.tolist(), skip_special_tokens=True)
+
+    def _sample(self, prompt: Prompt, text: str, reward: Reward) -> SampleText:
+        return SampleText(
+            prompt=prompt.text[:SAMPLE_CHARS],
+            response=text[:SAMPLE_CHARS],
+            answer=prompt.answer[:SAMPLE_CHARS],
+            score=reward.score,
+            acc=reward.acc,
+        )
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    async def update(self, frame: bytes) -> dict[str, Any]:
+        """Load a published version. Returns {"version": n} or {"refused": why}.
+
+        Raises:
+            EngineBroken: it failed half-way.
+        """
+        try:
+            version = await self._engine.update_weights(decode(frame, WeightVersion))
+        except UpdateRefused as error:
+            return {"refused": str(error)}
+        return {"version": version}
+
+    # ---- evaluation ----------------------------------------------------------------------------
+
+    async def evaluate(self, frames: list[bytes], step: int) -> bytes:
+        """Answer every prompt once sampled (and once greedily); an EvalOutcomes frame."""
+        prompts = [decode(frame, Prompt) for frame in frames]
+        config = self._config
+        sampling = SamplingParams(
+            temperature=config.eval.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            max_response_tokens=int(at(config.rollout.max_response_length, step)),
+            stop_token_ids=self._stop_ids,
+        )
+        seed = batching.draw_seed(config.run.seed, 2**40 + step * len(prompts))
+        sampled = await self._answer(
+            f"eval{step}", prompts, lambda i: _replaced(sampling, seed=seed + i)
+        )
+        greedy: list[tuple[Completion, str, Reward]] = []
+        if config.eval.greedy:
+            greedy = await self._answer(
+                f"greedy{step}", prompts, lambda i: _replaced(sampling, top_k=1, top_p=1.0, seed=i)
+            )
+        answers = sampled + greedy
+        versions = {int(v) for c, _, _ in answers for v in (c.versions_T.min(), c.versions_T.max())
+                    if c.versions_T.size} or {self._engine.health().version}
+        if len(versions) != 1:
+            raise RuntimeError(f"an evaluation mixed the versions {sorted(versions)}")
+        outcomes = EvalOutcomes(
+            version=versions.pop(),
+            accs=tuple(reward.acc for _, _, reward in sampled),
+            greedy_accs=tuple(reward.acc for _, _, reward in greedy),
+            lengths=tuple(int(c.token_ids_T.size) for c, _, _ in sampled),
+            truncated=tuple(c.finish_reason == "length" for c, _, _ in sampled),
+            failed=sum(reward.status != "ok" for _, _, reward in answers),
+            samples=tuple(
+                self._sample(prompt, text, reward)
+                for prompt, (_, text, reward) in zip(prompts[:3], sampled[:3], strict=True)
+            ),
+        )
+        return encode(outcomes)
+
+    async def _answer(
+        self, tag: str, prompts: Sequence[Prompt], sampling: Callable[[int], SamplingParams]
+    ) -> list[tuple[Completion, str, Reward]]:
+        gate = asyncio.Semaphore(EVAL_AT_ONCE * self._config.rollout.slots)
+
+        async def one(index: int, prompt: Prompt) -> tuple[Completion, str, Reward]:
+            async with gate:
+                (completion,) = await self._engine.generate(
+                    f"{tag}.{index}", prompt.token_ids, 1, sampling(index)
+                )
+                text = self._text(completion)
+                cut = completion.finish_reason == "length"
+                (reward,) = await self._rewards.judge_group(prompt, [text], [cut])
+                return completion, text, reward
+
+        return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+
+    # ---- health --------------------------------------------------------------------------------
+
+    async def health(self) -> dict[str, float]:
+        """Progress and costs of this worker so far."""
+        health = self._engine.health()
+        own, children = os.times()[:2], os.times()[2:4]
+        return {
+            "pid": float(os.getpid()),
+            "cpu_s": sum(own) + sum(children),
+            "version": float(health.version),
+            "outstanding": float(health.outstanding),
+            "tokens_sampled": float(health.tokens_sampled),
+            "prompts_prefilled": float(health.prompts_prefilled),
+            "pause_s": health.pause_s,
+            "reprefill_tokens": float(health.reprefill_tokens),
+            "payload_bytes": float(self._payload_bytes),
+        }
+
+    async def close(self) -> None:
+        """Stop generating and end the reward processes."""
+        for task in self._running.values():
+            task.cancel()
+        await self._engine.close()
+        await self._rewards.close()
+
+
+def _replaced(sampling: SamplingParams, **changes: Any) -> SamplingParams:
+    from dataclasses import replace
+
+    return replace(sampling, **changes)
+
+
+def _dtype(config: Config) -> Any:
+    import torch
+
+    return torch.bfloat16 if config.learner.precision == "bf16" else torch.float32

@@ -1,0 +1,71 @@
+"""The folder of one run: made once, locked by its process, holding everything the run leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from dapo_async import config as configs
+from dapo_async.config import Config
+from dapo_async.errors import ConfigError
+
+
+class RunFolder:
+    """`<run.dir>/<run.name>/`: config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.png,
+    tensorboard/, checkpoint/.
+
+    Raises:
+        ConfigError: another process uses it, it holds an earlier run and `run.overwrite` is off,
+            or it can't be written.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.run.dir) / config.run.name
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"the run folder {self.path} can't be made: {error}") from None
+        try:
+            # The lock goes with the process, so one that was killed leaves none behind.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "another process"
+            raise ConfigError(f"the run folder {self.path} is in use by {owner}") from None
+        self._clear(config.run.overwrite)
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        (self.path / "config.yaml").write_text(configs.dump(config), encoding="utf-8")
+
+    def _clear(self, overwrite: bool) -> None:
+        old = [entry for entry in self.path.iterdir() if entry.name != ".lock"]
+        if old and not overwrite:
+            raise ConfigError(
+                f"the run folder {self.path} holds an earlier run; choose another `run.name` or "
+                "set `run.overwrite: true`"
+            )
+        for entry in old:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Write a JSON file whole or not at all."""
+        aside = self.path / f".{name}.tmp"
+        aside.write_text(json.dumps(content, indent=2, default=float) + "\n", encoding="utf-8")
+        aside.replace(self.path / name)
+
+    def append_json(self, name: str, content: dict[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content, ensure_ascii=False, default=float) + "\n")
+
+    def close(self) -> None:
+        self._lock.close()

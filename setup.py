@@ -1,0 +1,29 @@
+"""The package. Exact versions that are tested together stand in requirements.txt."""
+
+from setuptools import setup
+
+setup(
+    name="dapo-async",
+    version="0.1.0",
+    description="Asynchronous reinforcement learning of language models with DAPO",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=["dapo_async", "dapo_async.rewards", "dapo_async.studies", "actors", "learner"],
+    install_requires=[
+        "deepspeed>=0.19",
+        "math-verify>=0.9",
+        "matplotlib>=3.9",
+        "msgpack>=1.1",
+        "numpy>=2.0",
+        "pyarrow>=17",
+        "pydantic>=2.9",
+        "pyyaml>=6.0",
+        "ray>=2.50",
+        "rich>=13.7",
+        "safetensors>=0.5",
+        "tensorboard>=2.18",
+        "torch>=2.8",
+        "transformers>=5.0",
+    ],
+    entry_points={"console_scripts": ["dapo-async = dapo_async.cli:main"]},
+)

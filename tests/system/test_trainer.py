@@ -1,0 +1,478 @@
+"""The training step on real gloo ranks against plain torch: one forward per sample, the loss
+written out from its formula, AdamW on all parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dapo_async import dapo
+from dapo_async.config import Config
+from dapo_async.types import (
+    Batch,
+    Completion,
+    DrawId,
+    Group,
+    LeaseId,
+    LogprobMode,
+    Minibatch,
+    Reward,
+    SampleRef,
+    StepReport,
+    Trajectory,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trainer_ranks import Ranks, make_config
+
+pytestmark = pytest.mark.system
+
+VOCAB = 16
+TEMPERATURE = 0.7
+Work = list[tuple[Batch, dict[DrawId, Group]]]
+Plan = Sequence[Sequence[Sequence[int]]]
+"""`plan[rank][k]`: the samples of one forward, by number."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        attention_dropout=0.1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def make_groups(seed: int, version: int) -> dict[DrawId, Group]:
+    """Two groups of two samples; tokens of up to two versions back, one answer of a length of 1."""
+    rng = np.random.default_rng(seed)
+    groups: dict[DrawId, Group] = {}
+    for position in range(2):
+        draw = DrawId("t", 0, 10 * seed + position)
+        trajectories: list[Trajectory] = []
+        for length in (int(rng.integers(4, 14)), 1 if position else 7):
+            versions = np.sort(rng.integers(max(0, version - 2), version + 1, length))
+            completion = Completion(
+                token_ids_T=rng.integers(3, VOCAB, length).astype(np.int32),
+                logprobs_T=(-2.5 * rng.random(length)).astype(np.float32),
+                versions_T=versions.astype(np.int32),
+                finish_reason="stop",
+            )
+            reward = Reward(score=0, acc=0)
+            trajectories.append(
+                Trajectory(completion=completion, reward=reward, overlong_penalty=0)
+            )
+        groups[draw] = Group(
+            lease_id=LeaseId(draw, 0),
+            prompt_token_ids=rng.integers(3, VOCAB, int(rng.integers(2, 6))).astype(np.int32),
+            logprob_mode=LogprobMode(TEMPERATURE, 1.0, -1),
+            trajectories=tuple(trajectories),
+        )
+    return groups
+
+
+def sample_refs(groups: dict[DrawId, Group]) -> list[SampleRef]:
+    advantages = [1.3, -0.9, -1.7, 0.6]
+    found = [(draw, i) for draw, group in groups.items() for i in range(len(group.trajectories))]
+    return [
+        SampleRef(
+            draw_id=draw,
+            index=index,
+            tokens=len(groups[draw].prompt_token_ids)
+            + len(groups[draw].trajectories[index].completion.token_ids_T),
+            advantage=advantage,
+            trained=len(groups[draw].trajectories[index].completion.token_ids_T) > 0,
+        )
+        for (draw, index), advantage in zip(found, advantages, strict=True)
+    ]
+
+
+def make_batch(
+    groups: dict[DrawId, Group],
+    plans: Sequence[Plan],
+    aggregation: Any = "token_mean",
+    version: int = 0,
+    lr: float = 1e-3,
+) -> Batch:
+    """One minibatch per plan."""
+    samples = sample_refs(groups)
+    minibatches: list[Minibatch] = []
+    for plan in plans:
+        micro_batches = tuple(
+            tuple(tuple(samples[i] for i in micro) for micro in rank) for rank in plan
+        )
+        trained = [
+            len(groups[ref.draw_id].trajectories[ref.index].completion.token_ids_T)
+            for rank in micro_batches
+            for micro in rank
+            for ref in micro
+        ]
+        denominator = dapo.denominator(aggregation, trained)
+        minibatches.append(Minibatch(micro_batches=micro_batches, denominator=denominator))
+    return Batch(
+        version=version,
+        lease_ids=tuple(group.lease_id for group in groups.values()),
+        minibatches=tuple(minibatches),
+        clip_low=0.2,
+        clip_high=0.28,
+        lr=lr,
+    )
+
+
+def make_work(plans: Sequence[Plan], aggregation: Any = "token_mean", steps: int = 2) -> Work:
+    """Steps of falling learning rate, the same minibatch plans in each."""
+    work: Work = []
+    for step in range(steps):
+        groups = make_groups(step, step)
+        rate = 1e-3 / (step + 1)
+        work.append((make_batch(groups, plans, aggregation, version=step, lr=rate), groups))
+    return work
+
+
+# ---- the reference ---------------------------------------------------------------------------
+
+
+def scored(model: Any, group: Group, index: int) -> Tensor:
+    response = group.trajectories[index].completion.token_ids_T
+    prompt = group.prompt_token_ids
+    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0] / TEMPERATURE
+    logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
+
+
+def sample_loss(
+    current: Tensor, proximal: Tensor, behavior: Tensor, advantage: float, per_token: bool
+) -> Tensor:
+    """−min(w, 2)·min(r·A, clip(r, .8, 1.28)·A), dual clip 3; summed, or the mean of the tokens."""
+    weight = (proximal - behavior).exp().clamp(max=2.0)
+    ratio = (current - proximal).exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    if advantage < 0:
+        loss = loss.clamp(max=-3 * advantage)
+    total = (weight * loss).sum()
+    return total if per_token else total / len(loss)
+
+
+def reference(path: str, config: Config, work: Work, aggregation: Any) -> dict[str, Tensor]:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    learner = config.learner
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=1.0,
+        betas=(learner.betas[0], learner.betas[1]),
+        eps=learner.eps,
+        weight_decay=learner.weight_decay,
+    )
+    for batch, groups in work:
+        with torch.no_grad():
+            proximal = {
+                (draw, index): scored(model, group, index)
+                for draw, group in groups.items()
+                for index in range(len(group.trajectories))
+            }
+        for minibatch in batch.minibatches:
+            refs = [ref for rank in minibatch.micro_batches for micro in rank for ref in micro]
+            losses = [
+                sample_loss(
+                    scored(model, groups[ref.draw_id], ref.index),
+                    proximal[ref.draw_id, ref.index],
+                    torch.from_numpy(
+                        groups[ref.draw_id].trajectories[ref.index].completion.logprobs_T
+                    ),
+                    ref.advantage,
+                    per_token=aggregation != "sequence_mean_token_mean",
+                )
+                for ref in refs
+            ]
+            tokens = sum(len(proximal[ref.draw_id, ref.index]) for ref in refs)
+            count = tokens if aggregation == "token_mean" else len(refs)
+            optimizer.zero_grad()
+            (torch.stack(losses).sum() / count).backward()
+            if learner.grad_clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), learner.grad_clip)
+            optimizer.param_groups[0]["lr"] = batch.lr
+            optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def initial(path: str) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor], path: str) -> float:
+    """|found − expected| over the length of the way from the start to expected."""
+    start = initial(path)
+    assert found.keys() == expected.keys() == start.keys()
+    gap = sum(float((found[name] - expected[name]).double().square().sum()) for name in start)
+    way = sum(float((expected[name] - start[name]).double().square().sum()) for name in start)
+    return (gap / way) ** 0.5
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+WHOLE: Plan = [[[0, 1, 2, 3]]]
+ONE_RANK_HALVES: Sequence[Plan] = [[[[0, 1]]], [[[2], [3]]]]
+TWO_RANK_HALVES: Sequence[Plan] = [[[[0], []], [[1], []]], [[[3], [2]], [[], []]]]
+
+
+# ---- tests -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+def test_two_steps_of_two_minibatches_on_one_rank_equal_plain_torch(
+    one: Ranks, model_path: str, aggregation: str
+) -> None:
+    work = make_work(ONE_RANK_HALVES, aggregation)
+    config = make_config(
+        model_path, 1, algorithm={"aggregation": aggregation}, learner={"minibatches": 2}
+    )
+    ((weights, reports),) = one.run("train", config=config, batches=work)
+    expected = reference(model_path, config, work, aggregation)
+    assert distance(weights, expected, model_path) < 1e-4
+    # The second minibatch is trained after an update: its ratio has left 1, its weight has not
+    # become that of a policy that follows the updates.
+    assert reports[0].metrics["policy/kl_k3"] > 1e-6
+    assert [report.version for report in reports] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"]
+)
+def test_two_steps_on_two_unequal_ranks_equal_plain_torch(
+    two: Ranks, model_path: str, aggregation: str
+) -> None:
+    """The second minibatch leaves rank 1 without a sample."""
+    work = make_work(TWO_RANK_HALVES, aggregation)
+    config = make_config(
+        model_path, 2, algorithm={"aggregation": aggregation}, learner={"minibatches": 2}
+    )
+    (weights, reports), (others, their_reports) = two.run("train", config=config, batches=work)
+    expected = reference(model_path, config, work, aggregation)
+    assert distance(weights, expected, model_path) < 1e-4
+    assert same(weights, others)
+    assert reports == their_reports
+
+
+def test_a_second_epoch_keeps_the_proximal_policy_of_the_start_of_the_step(
+    one: Ranks, model_path: str
+) -> None:
+    work = make_work([*ONE_RANK_HALVES, *ONE_RANK_HALVES])
+    config = make_config(model_path, 1, learner={"minibatches": 2, "epochs": 2})
+    ((weights, reports),) = one.run("train", config=config, batches=work)
+    expected = reference(model_path, config, work, "token_mean")
+    assert distance(weights, expected, model_path) < 1e-4
+    assert sum(reports[0].staleness.values()) == 4  # each sample counts once
+
+
+def test_loss_and_gradient_depend_neither_on_order_nor_micro_batches_nor_ranks(
+    one: Ranks, two: Ranks, model_path: str
+) -> None:
+    groups = make_groups(0, 0)
+    plans_one: list[Plan] = [WHOLE, [[[3], [1, 0], [2]]], [[[2, 3, 1, 0], []]]]
+    plans_two: list[Plan] = [
+        [[[0, 2, 3]], [[1]]],
+        [[[], [3]], [[2], [1, 0]]],
+        [[[]], [[1, 2, 3, 0]]],
+    ]
+    results: list[tuple[dict[str, Tensor], StepReport]] = []
+    for ranks, plans in ((one, plans_one), (two, plans_two)):
+        config = make_config(model_path, ranks.world)
+        for plan in plans:
+            answers = ranks.run(
+                "train", config=config, batches=[(make_batch(groups, [plan]), groups)]
+            )
+            results += [(weights, reports[0]) for weights, reports in answers]
+    first_weights, first = results[0]
+    for weights, report in results[1:]:
+        assert distance(weights, first_weights, model_path) < 1e-4
+        assert report.metrics == pytest.approx(first.metrics, rel=1e-4, abs=1e-6)
+        assert (report.trained_tokens, report.staleness) == (
+            first.trained_tokens,
+            first.staleness,
+        )
+    assert first.metrics["policy/ratio"] == 1.0
+    assert first.metrics["off_policy/weight"] != pytest.approx(1.0, abs=0.05)
+
+
+def test_the_report_says_what_was_trained(one: Ranks, model_path: str) -> None:
+    groups = make_groups(5, 4)
+    lengths = [
+        len(t.completion.token_ids_T) for group in groups.values() for t in group.trajectories
+    ]
+    oldest = [
+        int(t.completion.versions_T.min())
+        for group in groups.values()
+        for t in group.trajectories
+    ]
+    batch = make_batch(groups, [WHOLE], version=0)
+    with_empty = dict(groups)
+    draw = next(iter(groups))
+    empty = Completion(
+        token_ids_T=np.zeros(0, np.int32),
+        logprobs_T=np.zeros(0, np.float32),
+        versions_T=np.zeros(0, np.int32),
+        finish_reason="stop",
+    )
+    first, second = groups[draw].trajectories
+    trajectories = (first, replace(second, completion=empty))
+    with_empty[draw] = replace(groups[draw], trajectories=trajectories)
+    config = make_config(model_path, 1)
+    # Versions of the samples are counted from the learner's: start it at version 4.
+    work = [(make_batch(make_groups(0, 0), [WHOLE], version=v), make_groups(0, 0)) for v in (0, 1)]
+    work += [(replace(make_batch(make_groups(2, 2), [WHOLE]), version=2), make_groups(2, 2))]
+    work += [(replace(make_batch(make_groups(3, 3), [WHOLE]), version=3), make_groups(3, 3))]
+    work += [(replace(batch, version=4), groups)]
+    empty_batch = make_batch(with_empty, [WHOLE], version=5)
+    work += [(empty_batch, with_empty)]
+    ((_, reports),) = one.run("train", config=config, batches=work)
+    full, less = reports[4], reports[5]
+    assert full.trained_tokens == sum(lengths)
+    assert full.staleness == {n: sum(4 - o == n for o in oldest) for n in set(4 - o for o in oldest) }  # fmt: skip
+    assert less.metrics["learner/empty_responses"] == 1
+    assert less.trained_tokens == sum(lengths) - lengths[1]
+    assert less.metrics["learner/samples"] == 4
+    assert sum(less.staleness.values()) == 3
+    assert np.isfinite(list(less.metrics.values())).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(
+    two: Ranks, model_path: str, precision: str
+) -> None:
+    plan: Plan = [[[0, 1]], [[2, 3]]]
+    work = [
+        (make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(3)
+    ]
+    config = make_config(model_path, 2, learner={"precision": precision})
+    where = "model.layers.1.mlp.down_proj.weight"
+    answers = two.run("train_poisoned", config=config, batches=work, where=where)
+    for answer in answers:
+        assert answer["unchanged"]
+        assert answer["report"].skipped_updates == 1
+        assert answer["report"].version == 2
+        assert "learner/loss" not in answer["report"].metrics
+        assert answer["clean"].skipped_updates == 0
+    assert answers[0]["report"] == answers[1]["report"]
+    assert same(answers[0]["weights"], answers[1]["weights"])
+    if precision == "fp32":
+        # As if the poisoned step had never been.
+        straight = [work[0], work[2]]
+        expected = reference(model_path, config, straight, "token_mean")
+        assert distance(answers[0]["weights"], expected, model_path) < 1e-4
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(
+    two: Ranks, model_path: str
+) -> None:
+    plan: Plan = [[[0, 1]], [[2, 3]]]
+    work = [
+        (make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(4)
+    ]
+    config = make_config(model_path, 2, learner={"max_skipped_updates": 3})
+    for message, steps_done in two.run("poison_until_it_ends", config=config, batches=work):
+        assert message.startswith("DivergedError: loss or gradient was not finite in 3 updates")
+        assert steps_done == 2
+
+
+def test_one_rank_that_meets_a_stale_sample_stops_all_and_nothing_is_trained(
+    two: Ranks, model_path: str
+) -> None:
+    config = make_config(model_path, 2, replay={"max_staleness": 0})
+    plan: Plan = [[[0, 1]], [[2, 3]]]
+    groups = make_groups(0, 0)
+    good = (make_batch(groups, [plan]), groups)
+    draw = list(groups)[1]
+    first, second = groups[draw].trajectories
+    old = replace(
+        first.completion, versions_T=first.completion.versions_T - 1
+    )  # one version too old for η = 0
+    stale = {
+        **groups,
+        draw: replace(groups[draw], trajectories=(replace(first, completion=old), second)),
+    }
+    answers = two.run("refuse", config=config, bad=(good[0], stale), good=good)
+    messages = [message for message, _, _ in answers]
+    assert messages[0] == "GateError: another learner rank refused its share of batch 0"
+    assert messages[1].startswith("GateError: sample 0 of draw") and "max_staleness" in messages[1]
+    assert [(changed, version) for _, changed, version in answers] == [(False, 1)] * 2
+
+
+def test_logprobs_of_another_temperature_are_refused_by_all_ranks(
+    two: Ranks, model_path: str
+) -> None:
+    config = make_config(model_path, 2)
+    plan: Plan = [[[0, 1]], [[2, 3]]]
+    groups = make_groups(0, 0)
+    good = (make_batch(groups, [plan]), groups)
+    draw = next(iter(groups))
+    warm = {**groups, draw: replace(groups[draw], logprob_mode=LogprobMode(1.0, 1.0, -1))}
+    answers = two.run("refuse", config=config, bad=(good[0], warm), good=good)
+    messages = [message for message, _, _ in answers]
+    assert messages[0].startswith("ConfigError: draw") and "temperature 1" in messages[0]
+    assert messages[1].startswith("ConfigError: another learner rank")
+    assert [(changed, version) for _, changed, version in answers] == [(False, 1)] * 2
+
+
+def test_a_batch_for_another_version_is_refused(one: Ranks, model_path: str) -> None:
+    groups = make_groups(0, 0)
+    good = (make_batch(groups, [WHOLE]), groups)
+    bad = (replace(good[0], version=1), groups)
+    ((message, changed, version),) = one.run(
+        "refuse", config=make_config(model_path, 1), bad=bad, good=good
+    )
+    assert message == "GateError: a batch for version 1 came to a learner at 0"
+    assert not changed and version == 1
+
+
+@pytest.mark.parametrize("proximal", ["behavior", "loglinear"])
+def test_other_proximal_policies_need_no_extra_forward_and_keep_to_their_definition(
+    one: Ranks, model_path: str, proximal: str
+) -> None:
+    """With behavior as the proximal policy the off-policy weight is 1 and the ratio is
+    current/behavior; log-linear equals it at staleness ≤ 1 and moves off it beyond."""
+    config = make_config(model_path, 1, algorithm={"proximal": proximal})
+    groups = make_groups(0, 0)
+    ((_, reports),) = one.run(
+        "train", config=config, batches=[(make_batch(groups, [WHOLE]), groups)]
+    )
+    metrics = reports[0].metrics
+    assert metrics["off_policy/weight"] == pytest.approx(1.0)
+    assert metrics["policy/ratio"] != pytest.approx(1.0, abs=0.05)
