@@ -29,6 +29,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from actors.lean_forward import lean_forward_for
+
 PREFILL_TOKENS = 4096
 """Longest padded prefill forward; a single longer sequence gets a forward of its own."""
 
@@ -144,14 +146,15 @@ class SlotModel:
                 sequence, so that a row's bits depend on no other row.
         """
         self.model = model.eval()
-        if model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation(ATTENTION)
         self.slots = slots
         self.width = width
         self.fixed_shapes = fixed_shapes
         self.vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
         self.device = model.device
         shape_KD, dtype = self._ask_for_shape()
+        self._lean = lean_forward_for(model, width)
+        if self._lean is None and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(ATTENTION)
         layers = self.layers
         # Zeros, not empty: attention multiplies what the mask hides by 0, and 0 · nan is nan.
         self._kv = torch.zeros(layers, 2, slots, width, *shape_KD, dtype=dtype, device=self.device)
@@ -195,14 +198,17 @@ class SlotModel:
         """
         rows = len(token_N)
         width = self.width if self.fixed_shapes else int(position_N.max()) + 1
-        token_N1 = torch.from_numpy(token_N).to(self.device)[:, None]
-        position_N1 = torch.from_numpy(position_N).to(self.device)[:, None]
-        self.cache.begin_decode(self._row_start[:rows] + position_N1[:, 0], width)
-        seen_NW = position_N1 >= self._positions[:width]
+        tokens = torch.from_numpy(token_N).to(self.device)
+        positions = torch.from_numpy(position_N).to(self.device)
+        seen_NW = positions[:, None] >= self._positions[:width]
+        mask_N11W = torch.where(seen_NW, self._seen, self._hidden)[:, None, None]
+        self.cache.begin_decode(self._row_start[:rows] + positions, width)
+        if self._lean is not None:
+            return self._lean.decode(tokens, positions, mask_N11W, self.cache)
         output = self.model(
-            input_ids=token_N1,
-            position_ids=position_N1,
-            attention_mask=torch.where(seen_NW, self._seen, self._hidden)[:, None, None],
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask_N11W,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -225,8 +231,12 @@ class SlotModel:
                 source += [i] * len(job.rows)
             copies = torch.tensor(source, device=self.device) if len(rows) > len(chunk) else None
             self.cache.begin_prefill(torch.tensor(rows, device=self.device), copies)
+            tokens = torch.from_numpy(token_MP).to(self.device)
+            if self._lean is not None:
+                self._lean.prefill(tokens, self.cache)
+                continue
             self.model(
-                input_ids=torch.from_numpy(token_MP).to(self.device),
+                input_ids=tokens,
                 position_ids=self._positions[None, :longest].expand(len(chunk), -1),
                 past_key_values=self.cache,
                 use_cache=True,

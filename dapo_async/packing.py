@@ -213,8 +213,8 @@ def _pack(
     """Fills `count` slots of `ranks` bins, none over the cap; None if no attempt fits.
 
     From the best balance to the tightest fit: slots of outliers and the rest spread by cost; its
-    longer half spread and the others fitted; all fitted. Fitting aims a little above the mean bin,
-    not at the cap, so that it does not leave the last bins near empty (multifit: Coffman, Garey,
+    longer half spread and the others fitted; all fitted. Fitting first aims a little above the mean
+    bin, not at the cap, which would leave the last bins near empty (multifit: Coffman, Garey,
     Johnson 1978).
     """
     outliers, others = _outlier_slots(order, lengths, costs, ranks, count, cap)
@@ -225,7 +225,7 @@ def _pack(
         open_bins = count * ranks - len(filled)
         n = len(rest)
         mean = -(-sum(lengths[i] for i in rest) // max(open_bins, 1))
-        aims = sorted({min(cap, mean + mean // 1024 + 1), cap})
+        aims = [min(cap, mean + (cap - mean) * part // 8) for part in (1, 4, 8)]
         attempts = [(n, cap)] + [(spread, aim) for spread in (n // 2, n // 4, 0) for aim in aims]
         for spread, aim in attempts:
             bins: list[list[int]] = [[] for _ in range(open_bins)]

@@ -201,7 +201,8 @@ class Pipeline:
             every = self.config.eval.every
             if every and self.queue.version % every == 0 and self.queue.version < self.steps:
                 await self._publish_if(_is_newer, group)
-                self._start_evaluation(group, self.queue.version)
+                delay = self.config.weights.delay
+                self._start_evaluation(group, max(0, self.queue.version - delay))
         await self._publish_newest(group)
         if self._evaluation is not None:
             self.doing = "waiting for the running evaluation"
@@ -382,8 +383,10 @@ class Pipeline:
         )
 
     def _target_version(self) -> int:
-        """The version workers should serve: the newest, or `weights.delay` behind it."""
-        newest = self.published - self.config.weights.delay
+        """The version workers should serve: the newest, or `weights.delay` behind it while there
+        is something left to train."""
+        done = self.queue.version >= self.steps
+        newest = self.published - (0 if done else self.config.weights.delay)
         return max((version for version in self._manifests if version <= newest), default=0)
 
     # ---- workers -------------------------------------------------------------------------------

@@ -52,6 +52,9 @@ def load_prompts(
     answer go to `Prompt.extra`. Lengths are those of the whole prompt, template included.
 
     Args:
+        path: the file.
+        data: which columns, how they are rendered, how long a prompt may be.
+        tokenizer: a Hugging Face fast tokenizer.
         limit: keep only the first prompts.
 
     Raises:

@@ -324,7 +324,7 @@ class Trainer:
         else:
             parameters = self.engine.module.parameters()
             grads = [optimizer.get_gradient_for_reduction(p) for p in parameters]
-        norms = torch._foreach_norm([grad for grad in grads if grad is not None])  # pyright: ignore
+        norms = torch._foreach_norm([grad for grad in grads if grad is not None])  # pyright: ignore[reportPrivateUsage]
         return bool(torch.stack(norms).isfinite().all())
 
     def _skip(self, batch: Batch) -> bool:

@@ -12,13 +12,13 @@ How two answers are compared; a decision table, each line of which is tested:
 | 004 vs 4, 7.50 vs 7.5   | equal         | equal       | values are compared, not text         |
 | $18 vs 18, 72 km vs 72  | equal         | equal       | currency signs and units are dropped  |
 | x = 5 vs 5              | equal         | equal       | the right side of the last "="        |
-| 1/2, \frac{1}{2} vs .5 | equal         | equal       | exact fractions                       |
+| 1/2, \frac{1}{2} vs .5  | equal         | equal       | exact fractions                       |
 | 50% vs 50               | equal         | equal       | the percent sign is a unit            |
 | 50% vs 0.5              | different     | equal       | the percent sign is a unit            |
 | 33.3 vs 100/3           | different     | different   | exact, no tolerance                   |
 | {1,2} vs {2,1}          | no number     | equal       | sets and tuples are not numbers       |
 | (1,2) vs (2,1)          | no number     | different   | sets and tuples are not numbers       |
-| \sqrt{17} vs 17        | no number     | different   | formulas are not numbers              |
+| \sqrt{17} vs 17         | no number     | different   | formulas are not numbers              |
 | "5 or 6" vs 5           | no number     | different   | more than one number is no answer     |
 """
 
@@ -217,7 +217,8 @@ def _check_formula(prompt: Prompt) -> None:
 
 
 def _warm_up() -> None:
-    _parse_formula("\\frac{1}{2}")
+    prompt = Prompt(row_id="", text="", token_ids=(), answer="\\frac{1}{2}")
+    math_verify(prompt, "\\boxed{\\sqrt{3}/3}", False)
 
 
 @register("math_verify", isolation="fresh", check_gold=_check_formula, warm_up=_warm_up)

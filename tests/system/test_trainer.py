@@ -4,6 +4,7 @@ written out from its formula, AdamW on all parameters."""
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -332,45 +333,36 @@ def test_loss_and_gradient_depend_neither_on_order_nor_micro_batches_nor_ranks(
     assert first.metrics["off_policy/weight"] != pytest.approx(1.0, abs=0.05)
 
 
-def test_the_report_says_what_was_trained(one: Ranks, model_path: str) -> None:
+def test_the_report_counts_every_sample_by_its_age_and_empty_responses_apart(
+    one: Ranks, model_path: str
+) -> None:
     groups = make_groups(5, 4)
-    lengths = [
-        len(t.completion.token_ids_T) for group in groups.values() for t in group.trajectories
-    ]
-    oldest = [
-        int(t.completion.versions_T.min())
-        for group in groups.values()
-        for t in group.trajectories
-    ]
-    batch = make_batch(groups, [WHOLE], version=0)
-    with_empty = dict(groups)
     draw = next(iter(groups))
-    empty = Completion(
+    first, second = groups[draw].trajectories
+    nothing = replace(
+        second.completion,
         token_ids_T=np.zeros(0, np.int32),
         logprobs_T=np.zeros(0, np.float32),
         versions_T=np.zeros(0, np.int32),
-        finish_reason="stop",
     )
-    first, second = groups[draw].trajectories
-    trajectories = (first, replace(second, completion=empty))
-    with_empty[draw] = replace(groups[draw], trajectories=trajectories)
-    config = make_config(model_path, 1)
-    # Versions of the samples are counted from the learner's: start it at version 4.
-    work = [(make_batch(make_groups(0, 0), [WHOLE], version=v), make_groups(0, 0)) for v in (0, 1)]
-    work += [(replace(make_batch(make_groups(2, 2), [WHOLE]), version=2), make_groups(2, 2))]
-    work += [(replace(make_batch(make_groups(3, 3), [WHOLE]), version=3), make_groups(3, 3))]
-    work += [(replace(batch, version=4), groups)]
-    empty_batch = make_batch(with_empty, [WHOLE], version=5)
-    work += [(empty_batch, with_empty)]
-    ((_, reports),) = one.run("train", config=config, batches=work)
-    full, less = reports[4], reports[5]
-    assert full.trained_tokens == sum(lengths)
-    assert full.staleness == {n: sum(4 - o == n for o in oldest) for n in set(4 - o for o in oldest) }  # fmt: skip
-    assert less.metrics["learner/empty_responses"] == 1
-    assert less.trained_tokens == sum(lengths) - lengths[1]
-    assert less.metrics["learner/samples"] == 4
-    assert sum(less.staleness.values()) == 3
-    assert np.isfinite(list(less.metrics.values())).all()
+    group = replace(groups[draw], trajectories=(first, replace(second, completion=nothing)))
+    groups[draw] = group
+    full = [
+        t.completion
+        for group in groups.values()
+        for t in group.trajectories
+        if len(t.completion.token_ids_T)
+    ]
+    batch = make_batch(groups, [WHOLE], version=4)
+    ((_, (report,)),) = one.run(
+        "train", config=make_config(model_path, 1), batches=[(batch, groups)], version=4
+    )
+    assert report.version == 5
+    assert report.trained_tokens == sum(len(c.token_ids_T) for c in full)
+    assert report.staleness == Counter(4 - int(c.versions_T.min()) for c in full)
+    assert report.metrics["learner/empty_responses"] == 1
+    assert report.metrics["learner/samples"] == 4
+    assert np.isfinite(list(report.metrics.values())).all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -378,9 +370,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(
     two: Ranks, model_path: str, precision: str
 ) -> None:
     plan: Plan = [[[0, 1]], [[2, 3]]]
-    work = [
-        (make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(3)
-    ]
+    work = [(make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(3)]
     config = make_config(model_path, 2, learner={"precision": precision})
     where = "model.layers.1.mlp.down_proj.weight"
     answers = two.run("train_poisoned", config=config, batches=work, where=where)
@@ -403,9 +393,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(
     two: Ranks, model_path: str
 ) -> None:
     plan: Plan = [[[0, 1]], [[2, 3]]]
-    work = [
-        (make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(4)
-    ]
+    work = [(make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(4)]
     config = make_config(model_path, 2, learner={"max_skipped_updates": 3})
     for message, steps_done in two.run("poison_until_it_ends", config=config, batches=work):
         assert message.startswith("DivergedError: loss or gradient was not finite in 3 updates")

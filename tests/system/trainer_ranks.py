@@ -19,6 +19,7 @@ from dapo_async.config import Config, validate
 from dapo_async.errors import RunError
 from dapo_async.types import Batch, DrawId, Group, StepReport
 
+Work = list[tuple[Batch, dict[DrawId, Group]]]
 DEADLINE_S = 180.0
 
 
@@ -85,20 +86,20 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
         task, kwargs = order
         try:
             pipe.send(("ok", TASKS[task](rank, world, port, **kwargs)))
-        except Exception:  # a test helper: any failure of a rank must reach the test
+        except Exception:  # noqa: BLE001 - any failure of a rank must reach the test
             pipe.send(("crash", traceback.format_exc()))
 
 
 _trainers: dict[str, Any] = {}
 
 
-def trainer_for(rank: int, world: int, port: int, config: Config) -> Any:
+def trainer_for(rank: int, world: int, port: int, config: Config, version: int = 0) -> Any:
     """A fresh Trainer; the process group of the first one is used by all."""
     from learner.trainer import Trainer
 
     for old in _trainers.values():
         old.engine.destroy()
-    _trainers["now"] = Trainer(config, rank, world, master_port=port)
+    _trainers["now"] = Trainer(config, rank, world, master_port=port, version=version)
     return _trainers["now"]
 
 
@@ -119,10 +120,10 @@ def optimizer_state(trainer: Any) -> list[Tensor]:
 
 
 def train(
-    rank: int, world: int, port: int, *, config: Config, batches: list[tuple[Batch, dict[DrawId, Group]]]
+    rank: int, world: int, port: int, *, config: Config, batches: Work, version: int = 0
 ) -> tuple[dict[str, Tensor], list[StepReport]]:
     """Train batches from the start: the weights afterwards and the reports."""
-    trainer = trainer_for(rank, world, port, config)
+    trainer = trainer_for(rank, world, port, config, version)
     reports = [trainer.step(batch, groups) for batch, groups in batches]
     return weights(trainer), reports
 
@@ -133,7 +134,7 @@ def train_poisoned(
     port: int,
     *,
     config: Config,
-    batches: list[tuple[Batch, dict[DrawId, Group]]],
+    batches: Work,
     where: str,
 ) -> dict[str, Any]:
     """One clean step, one whose gradient is NaN on the last rank only, one clean step."""
@@ -159,7 +160,7 @@ def train_poisoned(
 
 
 def poison_until_it_ends(
-    rank: int, world: int, port: int, *, config: Config, batches: list[tuple[Batch, Any]]
+    rank: int, world: int, port: int, *, config: Config, batches: Work
 ) -> tuple[str, int]:
     trainer = trainer_for(rank, world, port, config)
     if rank == world - 1:

@@ -191,13 +191,15 @@ def test_a_panel_without_data_says_so_and_the_others_are_drawn(tmp_path: Path, t
         assert bool(labels(ax)) != empty
 
 
-@pytest.mark.parametrize("name", [name for name in METRICS if name in {**row(1), **evaluation(1)}])
+@pytest.mark.parametrize(
+    "name", ["eval/acc", "eval/low", "eval/high", "filter/kept", "staleness/bound", "staleness/max"]
+)
 def test_any_single_series_may_be_missing_or_alone(tmp_path: Path, name: str) -> None:
     rows = read_jsonl(run_folder(tmp_path, steps=30) / "metrics.jsonl")
     without = [{key: value for key, value in line.items() if key != name} for line in rows]
     only = [{key: value for key, value in line.items() if key in ("step", name)} for line in rows]
     for remaining in (without, only):
-        draw(Run(remaining, {}), "r").canvas.draw()
+        assert len(draw(Run(remaining, {}), "r").axes) == len(TITLES)
 
 
 @pytest.mark.parametrize("text", ["", "torn", '{"step": 0}\n', '{"step": 4, "eval/acc": 0.5}\n'])

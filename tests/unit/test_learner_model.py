@@ -103,9 +103,7 @@ def test_packed_logprobs_and_gradients_are_those_of_one_forward_per_sample(
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts, responses = samples()
     found = by_sample(policy, prompts, responses, 0.7)
-    expected = [
-        plain_logprobs(plain, p, r, 0.7) for p, r in zip(prompts, responses, strict=True)
-    ]
+    expected = [plain_logprobs(plain, p, r, 0.7) for p, r in zip(prompts, responses, strict=True)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     weights = torch.randn(sum(map(len, expected)), generator=torch.Generator().manual_seed(0))

@@ -135,9 +135,7 @@ def test_logprobs_of_another_mode_are_refused_by_name(mode: LogprobMode) -> None
 
 
 def test_a_temperature_of_an_earlier_stage_is_accepted_and_one_of_a_later_stage_is_not() -> None:
-    stages = config(
-        temperature=[{"from_step": 0, "value": 1.0}, {"from_step": 5, "value": 0.8}]
-    )
+    stages = config(temperature=[{"from_step": 0, "value": 1.0}, {"from_step": 5, "value": 0.8}])
     check(group(GOOD, mode=LogprobMode(1.0, 1.0, -1)), stages)
     check(group(GOOD, mode=LogprobMode(0.8, 1.0, -1)), stages)
     young = group(completion([4], [4]), mode=LogprobMode(0.8, 1.0, -1))

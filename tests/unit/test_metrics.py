@@ -207,7 +207,7 @@ def test_every_metric_of_the_off_policy_correction_has_a_meaning() -> None:
         staleness_S=[1],
         max_staleness=1,
     )
-    sums, maxima = correction.metrics.read()
+    sums, maxima = correction.read()
     named = {name.replace("weight_sq", "ess") for name in [*sums, *maxima]}
     assert [name for name in sorted(named) if describe(name) is None] == []
 
