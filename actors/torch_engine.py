@@ -252,7 +252,7 @@ class TorchEngine:
         def note() -> None:
             try:
                 result = work()
-            except Exception as error:  # whatever it is, it belongs to the caller
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
                 self._on_loop(_settle, answer, None, error)
             else:
                 self._on_loop(_settle, answer, result, None)
@@ -268,7 +268,7 @@ class TorchEngine:
         while self._take_notes():
             try:
                 finished = self._core.step()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # Out of memory, nan log-probs, a bug: the cache can't be trusted after any of them.
                 self._quarantine(f"a decode step failed: {type(error).__name__}: {error}")
             else:

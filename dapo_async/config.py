@@ -653,7 +653,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that `load` reads back to an equal config."""
-    tree = config.model_dump(mode="json", exclude_none=True, exclude_unset=False)
+    tree = config.model_dump(mode="json")
     _drop_ignored(config, tree)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
@@ -667,6 +667,8 @@ def _drop_ignored(config: Section, tree: dict[str, Any]) -> None:
             _drop_ignored(value, tree[name])
             if not tree[name] and name not in config.model_fields_set:
                 del tree[name]
+        elif value is None and type(config).model_fields[name].default is None:
+            del tree[name]
         elif name not in config.model_fields_set:
             trial = {k: v for k, v in tree.items() if k in config.model_fields_set or k == name}
             try:

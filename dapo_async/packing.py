@@ -214,8 +214,7 @@ def _pack(
 
     From the best balance to the tightest fit: slots of outliers and the rest spread by cost; its
     longer half spread and the others fitted; all fitted. Fitting first aims a little above the mean
-    bin, not at the cap, which would leave the last bins near empty (multifit: Coffman, Garey,
-    Johnson 1978).
+    bin, not at the cap, which would leave the last bins near empty (Coffman et al. 1978).
     """
     outliers, others = _outlier_slots(order, lengths, costs, ranks, count, cap)
     starts = [(outliers, others)]

@@ -1,0 +1,255 @@
+"""Configuration: what is refused, with field, value and rule, and what every shipped file says."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dapo_async import config as configs
+from dapo_async.config import Config, Ramp, Stage, at
+from dapo_async.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+
+MINIMAL: dict[str, Any] = {
+    "run": {"name": "x"},
+    "model": {"path": "m"},
+    "data": {"train": "a.jsonl"},
+    "reward": {"function": "f"},
+    "trainer": {"steps": 3},
+}
+
+
+def with_values(**values: Any) -> dict[str, Any]:
+    """MINIMAL with `section__field=value` set."""
+    tree = copy.deepcopy(MINIMAL)
+    for key, value in values.items():
+        section, field = key.split("__")
+        tree.setdefault(section, {})[field] = value
+    return tree
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_survives_its_own_dump(path: Path) -> None:
+    config = configs.load(path)
+    again = configs.validate(yaml.safe_load(configs.dump(config)))
+    assert again == config
+
+
+def test_the_minimal_config_has_the_papers_defaults() -> None:
+    config = configs.validate(MINIMAL)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
+    assert config.algorithm.aggregation == "token_mean"
+    assert config.algorithm.advantage == "group_std"
+    assert config.overlong_or_off.mode == "soft"
+    assert config.filter.enabled and config.filter.metric == "acc"
+    assert config.rollout.group_size == 16
+    assert (config.learner.lr, config.learner.warmup_steps) == (1e-6, 20)
+    assert (config.learner.weight_decay, config.learner.grad_clip) == (0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"learner__lr": "1e-6"}, ["learner.lr", "'1e-6'", "YAML 1.1"]),
+        ({"learner__lr": "abc"}, ["learner.lr", "'abc'", "number"]),
+        ({"learner__lr": True}, ["learner.lr", "True"]),
+        ({"learner__lr": None}, ["learner.lr", "None"]),
+        ({"learner__lr": 0.0}, ["learner.lr", "greater than 0"]),
+        ({"learner__lr": float("nan")}, ["learner.lr", "finite"]),
+        ({"learner__typo": 1}, ["learner.typo", "unknown key"]),
+        ({"nosuch__field": 1}, ["nosuch", "unknown key"]),
+        ({"filter__enabled": "true"}, ["filter.enabled", "'true'", "boolean"]),
+        ({"rollout__workers": 1.5}, ["rollout.workers", "1.5", "integer"]),
+        ({"rollout__workers": "3"}, ["rollout.workers", "'3'", "integer"]),
+        ({"rollout__group_size": 1}, ["rollout.group_size", "1", "≥ 2"]),
+        ({"rollout__temperature": 0.0}, ["temperature", "0", "≥"]),
+        ({"rollout__top_k": 0}, ["top_k", "0", "-1"]),
+        ({"rollout__min_workers": 2}, ["min_workers", "workers"]),
+        ({"replay__max_staleness": -1}, ["replay.max_staleness", "-1"]),
+        ({"replay__depth": 9.0}, ["depth", "9", "max_staleness + 1"]),
+        ({"weights__broadcast_interval": 9}, ["broadcast_interval", "9", "max_staleness"]),
+        ({"weights__delay": 3}, ["weights.delay", "3", "max_staleness"]),
+        ({"weights__delay": 1, "weights__broadcast_interval": 2}, ["delay", "broadcast_interval"]),
+        ({"overlong__buffer": 2000}, ["overlong.buffer", "2000", "max_response_length"]),
+        ({"overlong__mode": "linear"}, ["buffer", "factor", "linear"]),
+        ({"overlong__mode": "off", "overlong__buffer": 5}, ["buffer", "ignored", "off"]),
+        ({"overlong__mode": "filter", "overlong__factor": 1.0}, ["factor", "ignored", "filter"]),
+        ({"filter__enabled": False, "filter__metric": "acc"}, ["metric", "ignored"]),
+        ({"filter__min_pass": 0.9, "filter__max_pass": 0.1}, ["min_pass", "max_pass"]),
+        ({"off_policy__action": "none", "off_policy__cap": 2.0}, ["cap", "ignored"]),
+        ({"off_policy__cap": 2.0, "off_policy__low": 0.1}, ["low", "ignored", "truncate"]),
+        ({"algorithm__advantage": "gae"}, ["gae", "critic"]),
+        ({"algorithm__kl_coef": 0.1}, ["kl_coef", "0.1", "reference"]),
+        ({"algorithm__aggregation": "token_sum_norm"}, ["token_sum_norm", "needed"]),
+        ({"algorithm__token_sum_norm": 5.0}, ["token_sum_norm", "ignored"]),
+        ({"algorithm__dual_clip": 0.5}, ["algorithm.dual_clip", "0.5", "greater than 1"]),
+        ({"data__system_prompt": "hi"}, ["system_prompt", "ignored", "chat_template"]),
+        ({"reward__processes": 0, "reward__timeout_s": 3.0}, ["timeout_s", "ignored"]),
+        ({"reward__retries": 3}, ["retries", "ignored"]),
+        ({"learner__lr_min_share": 0.1}, ["lr_min_share", "ignored"]),
+        ({"learner__max_tokens_per_microbatch": 100}, ["max_tokens_per_microbatch", "100"]),
+        ({"learner__minibatches": 64}, ["minibatches", "64", "groups_per_step"]),
+        ({"eval__every": 5}, ["every", "ignored", "data.eval"]),
+        ({"run__name": "../../x"}, ["run.name", "'../../x'"]),
+        ({"run__name": "a\nb"}, ["run.name"]),
+        ({"trainer__groups_per_step": [{"from_step": 2, "value": 1.0}]}, ["groups_per_step", "0"]),
+        ({"trainer__groups_per_step": 2.5}, ["groups_per_step", "2.5", "whole"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_values_are_refused_with_field_value_and_rule(
+    values: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configs.validate(with_values(**values))
+    for word in words:
+        assert word in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        configs.validate(with_values(learner__lr="x", rollout__workers=0, data__nope=1))
+    message = str(refused.value)
+    assert "learner.lr" in message and "rollout.workers" in message and "data.nope" in message
+
+
+@pytest.mark.parametrize("overlong", [None, {"mode": "off"}])
+def test_a_disabled_penalty_needs_no_parameters(overlong: dict[str, Any] | None) -> None:
+    tree = copy.deepcopy(MINIMAL) | {"overlong": overlong}
+    assert configs.validate(tree).overlong_or_off.mode == "off"
+
+
+def test_depth_defaults_to_two_steps_within_the_bound() -> None:
+    depths = [
+        configs.validate(with_values(replay__max_staleness=eta)).replay.steps_deep
+        for eta in (0, 1, 8)
+    ]
+    assert depths == [1, 2, 2]
+
+
+def test_schedules_are_read_at_a_step() -> None:
+    stages = [Stage(from_step=0, value=4.0), Stage(from_step=10, value=8.0)]
+    assert [at(stages, step) for step in (0, 9, 10, 99)] == [4, 4, 8, 8]
+    assert [at(Ramp(start=0.0, end=1.0, steps=4), step) for step in (0, 1, 4, 9)] == [0, 0.25, 1, 1]
+    assert at(3.0, 7) == 3
+
+
+def test_limits_are_checked_against_the_schedules_maximum() -> None:
+    stages = [{"from_step": 0, "value": 100.0}, {"from_step": 5, "value": 9000.0}]
+    with pytest.raises(ConfigError, match="max_tokens_per_microbatch"):
+        configs.validate(with_values(rollout__max_response_length=stages))
+
+
+def test_legal_but_doubtful_settings_warn() -> None:
+    quiet = configs.validate(MINIMAL)
+    assert configs.warnings(quiet) == []
+    loud = configs.validate(
+        with_values(
+            weights__broadcast_interval=3, filter__metric="seq_final_reward", rollout__top_p=0.9
+        )
+    )
+    text = " ".join(configs.warnings(loud))
+    assert "broadcast_interval" in text and "seq_final_reward" in text and "top_p" in text
+
+
+# ---- files and overrides -----------------------------------------------------------------------
+
+
+def write(path: Path, tree: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_overrides_set_nested_values_and_read_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", MINIMAL)
+    config = configs.load(
+        path,
+        ["learner.lr=3e-4", "rollout.deterministic=true", "run.name=other", "data.eval=e.jsonl"],
+    )
+    assert config.learner.lr == 3e-4
+    assert config.rollout.deterministic is True
+    assert (config.run.name, config.data.eval) == ("other", "e.jsonl")
+
+
+@pytest.mark.parametrize("override", ["learner.lr", "=3", "learner..lr=3", "run.name.x=1"])
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        configs.load(write(tmp_path / "c.yaml", MINIMAL), [override])
+
+
+def test_a_config_inherits_from_one_base(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", with_values(learner__lr=0.5, learner__minibatches=2))
+    child = {"base": "base.yaml", "learner": {"lr": 0.25}}
+    config = configs.load(write(tmp_path / "child.yaml", child))
+    assert (config.learner.lr, config.learner.minibatches) == (0.25, 2)
+
+
+def test_a_base_of_a_base_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", MINIMAL)
+    write(tmp_path / "b.yaml", {"base": "a.yaml"})
+    with pytest.raises(ConfigError, match="base"):
+        configs.load(write(tmp_path / "c.yaml", {"base": "b.yaml"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("[1, 2]", "mapping"),
+        ("a: b: c", "YAML"),
+        ("!!python/object/apply:os.system ['true']", "YAML"),
+        ("", "mapping"),
+        ("1: 2", "mapping"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, word: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        configs.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        configs.load(tmp_path / "nowhere.yaml")
+
+
+def test_a_number_written_without_a_point_is_text_in_yaml_and_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + "learner:\n  lr: 1e-6\n")
+    with pytest.raises(ConfigError, match=r"write 1\.0e-6"):
+        configs.load(path)
+
+
+def test_every_field_has_a_docstring() -> None:
+    def undocumented(section: Any, where: str) -> list[str]:
+        found: list[str] = []
+        for name, field in section.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, configs.Section):
+                found += undocumented(inner, f"{where}{name}.")
+            elif not field.description and section is not Config:
+                found.append(where + name)
+        return found
+
+    assert undocumented(Config, "") == []
+
+
+def test_reading_a_config_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; import dapo_async.cli;"
+        "heavy = {'torch', 'ray', 'transformers', 'deepspeed', 'pandas', 'matplotlib'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
