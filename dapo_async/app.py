@@ -159,12 +159,10 @@ class Reporter:
             metrics.TensorBoardSink(folder.path / "tensorboard"),
         ]
         self._started = time.monotonic()
-        self.last: dict[str, float] = {}
 
-    def on_step(self, version: int, metrics: dict[str, float], metas: list[GroupMeta]) -> None:
-        self._write(version, metrics)
-        self.last = metrics
-        self._status().step(version, metrics)
+    def on_step(self, version: int, numbers: dict[str, float], metas: list[GroupMeta]) -> None:
+        self._write(version, numbers)
+        self._status().step(version, numbers)
         every = self._config.trainer.log_samples_every
         if every and (version % every == 0 or version == 1):
             for meta in metas[:3]:
@@ -172,17 +170,7 @@ class Reporter:
                     self._sample("train", version, sample)
 
     def on_eval(self, report: EvalReport) -> None:
-        numbers = {
-            "eval/acc": report.acc,
-            "eval/low": report.low,
-            "eval/high": report.high,
-            "eval/mean_length": report.mean_length,
-            "eval/truncated_share": report.truncated,
-            "eval/version": float(report.version),
-        }
-        if report.greedy_acc is not None:
-            numbers["eval/greedy_acc"] = report.greedy_acc
-        self._write(report.version, numbers)
+        self._write(report.version, metrics.eval_metrics(report))
         for sample in report.samples:
             self._sample("eval", report.version, sample)
         greedy = "" if report.greedy_acc is None else f", greedy {report.greedy_acc:.3f}"

@@ -6,7 +6,7 @@ Everything here sees metadata only (lengths, rewards, versions), never a token o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dapo_async import dapo
@@ -145,7 +145,7 @@ def _plan_minibatch(
         config.learner.ranks,
         config.learner.max_tokens_per_microbatch,
         CostModel(),
-        names=[f"{sample.draw_id} sample {sample.index}" for sample in samples],
+        names=samples,
     )
     return Minibatch(
         micro_batches=tuple(
@@ -174,15 +174,3 @@ def permuted_rewards(meta: GroupMeta, seed: int) -> GroupMeta:
         accs_G=deal(meta.accs_G),
         penalties_G=deal(meta.penalties_G),
     )
-
-
-def reward_metrics(metas: Sequence[GroupMeta]) -> Mapping[str, tuple[float, float]]:
-    """Pooled (sum, weight) pairs of the users' `Reward.extra` numbers."""
-    pooled: dict[str, tuple[float, float]] = {}
-    for meta in metas:
-        for extra in meta.reward_extras_G:
-            for name, value in extra.items():
-                if isinstance(value, (int, float)):
-                    total, weight = pooled.get(name, (0.0, 0.0))
-                    pooled[name] = (total + float(value), weight + 1)
-    return pooled

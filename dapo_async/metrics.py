@@ -17,8 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from dapo_async.types import EvalReport, GroupMeta
 
@@ -218,27 +219,34 @@ def group_metrics(metas: Iterable[GroupMeta]) -> Pool:
     alone is always near the middle. A response whose reward failed has no score, so it counts in
     `reward/failed_share` only.
     """
+    groups = list(metas)
     pool = Pool()
-    for meta in metas:
-        pool.sum("rollout/groups", 1)
-        pool.sum("rollout/tokens", sum(meta.response_tokens_G))
-        pool.each("rollout/response_length_mean", meta.response_tokens_G)
-        for length in meta.response_tokens_G:
-            pool.max("rollout/response_length_max", length)
-        cut = [float(reason == "length") for reason in meta.finish_reasons_G]
-        pool.each("rollout/truncated_share", cut)
-        pool.sum("rollout/empty_responses", meta.response_tokens_G.count(0))
-        pool.each("perf/generate_s_mean", [meta.generate_s])
-        pool.each("perf/reward_s_mean", [meta.reward_s])
-        judged = [status == "ok" for status in meta.statuses_G]
-        pool.each("reward/failed_share", [float(not ok) for ok in judged])
-        pool.each("reward/score_mean", _where(judged, meta.scores_G))
-        pool.each("reward/acc_mean", _where(judged, meta.accs_G))
-        pool.each("reward/penalty_mean", _where(judged, meta.penalties_G))
-        for extra, ok in zip(meta.reward_extras_G, judged, strict=True):
-            for key, value in extra.items():
-                if ok and isinstance(value, int | float) and f"reward/{key}" not in METRICS:
-                    pool.each(f"reward/{key}", [float(value)])
+    if not groups:
+        return pool
+    lengths = [n for meta in groups for n in meta.response_tokens_G]
+    cut = [reason == "length" for meta in groups for reason in meta.finish_reasons_G]
+    ok = [status == "ok" for meta in groups for status in meta.statuses_G]
+    pool.sum("rollout/groups", len(groups))
+    pool.sum("rollout/tokens", sum(lengths))
+    pool.mean("rollout/response_length_mean", sum(lengths), len(lengths))
+    if lengths:
+        pool.max("rollout/response_length_max", max(lengths))
+    pool.mean("rollout/truncated_share", sum(cut), len(cut))
+    pool.sum("rollout/empty_responses", lengths.count(0))
+    pool.each("perf/generate_s_mean", [meta.generate_s for meta in groups])
+    pool.each("perf/reward_s_mean", [meta.reward_s for meta in groups])
+    pool.mean("reward/failed_share", len(ok) - sum(ok), len(ok))
+    pool.each("reward/score_mean", compress((v for m in groups for v in m.scores_G), ok))
+    pool.each("reward/acc_mean", compress((v for m in groups for v in m.accs_G), ok))
+    pool.each("reward/penalty_mean", compress((v for m in groups for v in m.penalties_G), ok))
+    extras: dict[str, list[float]] = {}
+    for extra in compress((extra for meta in groups for extra in meta.reward_extras_G), ok):
+        for key, value in extra.items():
+            if isinstance(value, int | float):
+                extras.setdefault(f"reward/{key}", []).append(float(value))
+    for name, found in extras.items():
+        if name not in METRICS:
+            pool.each(name, found)
     return pool
 
 
@@ -254,10 +262,6 @@ def eval_metrics(report: EvalReport) -> dict[str, float]:
     if report.greedy_acc is not None:
         metrics["eval/greedy_acc"] = report.greedy_acc
     return metrics
-
-
-def _where(judged: Sequence[bool], values: Sequence[float]) -> list[float]:
-    return [value for value, ok in zip(values, judged, strict=True) if ok]
 
 
 # ---- sinks -------------------------------------------------------------------------------------
@@ -349,11 +353,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row: Any = json.loads(line)
     except ValueError:
         return None
-    whole = isinstance(row, dict) and type(row.get("step")) is int  # pyright: ignore
-    return row if whole else None  # pyright: ignore[reportUnknownVariableType]
+    whole = isinstance(row, dict) and type(cast(Any, row).get("step")) is int
+    return cast(dict[str, Any], row) if whole else None
 
 
 def _ends_mid_line(path: Path) -> bool:

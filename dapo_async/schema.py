@@ -341,15 +341,26 @@ def _array(dtype: np.dtype[Any]) -> Codec:
     return Codec(encode_array, decode_array)
 
 
+def _all_plain(values: Any, kind: type[Any] | None) -> bool:
+    """Whether every value is exactly of this kind and travels as it is: one pass in C for the
+    long tuples of numbers. Anything else takes the careful way, value by value."""
+    if kind is None or set(map(type, values)) != {kind}:
+        return False
+    return kind is not int or (_INT_MIN <= min(values) and max(values) <= _INT_MAX)
+
+
 def _items(item: Codec, build: Callable[[Any], Any], kinds: tuple[type[Any], ...]) -> Codec:
     """tuple[X, …] and frozenset[X]."""
     name = kinds[0].__name__
+    plain = next((kind for kind in (float, int, bool) if item is _SCALARS[kind]), None)
 
     def encode_items(value: Any) -> list[Any]:
         if not isinstance(value, kinds):
             raise _bad_type(value, f"a {name}")
         try:
             ordered = sorted(value) if kinds[0] is frozenset else value
+            if _all_plain(ordered, plain):
+                return list(ordered)
             return [item.encode(part) for part in ordered]
         except Bad as bad:
             raise bad.inside("[…]") from None
@@ -358,6 +369,8 @@ def _items(item: Codec, build: Callable[[Any], Any], kinds: tuple[type[Any], ...
         if not _is_list(value):
             raise _bad_type(value, "an array")
         parts = value
+        if _all_plain(parts, plain):
+            return build(parts)
         try:
             return build([item.decode(part) for part in parts])
         except Bad as bad:

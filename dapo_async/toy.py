@@ -121,7 +121,7 @@ class ToyRecipe:
 
     min_digits: int = 3
     max_digits: int = 10
-    train_rows: int = 20_000
+    train_rows: int = 8_000
     eval_rows: int = 500
     p_err: float = 0.12
     p_loop: float = 0.4
@@ -277,13 +277,14 @@ def make_tokenizer() -> Any:
     the vocabulary only. On the characters of the toy both agree; others are `<unk>` here and
     left out there.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers as untyped
     from transformers import PreTrainedTokenizerFast
 
+    library: Any = untyped
     pad, bos, eos, unk = SPECIAL_TOKENS
-    tokenizer = Tokenizer(models.WordLevel(TOKEN_IDS, unk_token=unk))  # pyright: ignore
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore
+    tokenizer = library.Tokenizer(library.models.WordLevel(TOKEN_IDS, unk_token=unk))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = library.decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=pad,

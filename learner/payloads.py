@@ -12,24 +12,24 @@ class PayloadStore:
         self._frames: dict[bytes, bytes] = {}
         self._bytes = 0
 
-    async def put(self, lease_id: bytes, frame: bytes) -> None:
+    def put(self, lease_id: bytes, frame: bytes) -> None:
         """Keep a payload; a repeated delivery replaces the same bytes."""
         self._drop(lease_id)
         self._frames[lease_id] = frame
         self._bytes += len(frame)
 
-    async def get(self, lease_ids: list[bytes]) -> list[bytes]:
+    def get(self, lease_ids: list[bytes]) -> list[bytes]:
         """Payloads in the order asked for. Raises KeyError for one that isn't there."""
         return [self._frames[lease_id] for lease_id in lease_ids]
 
-    async def discard(self, lease_ids: list[bytes]) -> None:
+    def discard(self, lease_ids: list[bytes]) -> None:
         for lease_id in lease_ids:
             self._drop(lease_id)
 
     def _drop(self, lease_id: bytes) -> None:
         self._bytes -= len(self._frames.pop(lease_id, b""))
 
-    async def health(self) -> dict[str, float]:
+    def health(self) -> dict[str, float]:
         return {
             "pid": float(os.getpid()),
             "cpu_s": sum(os.times()[:4]),

@@ -395,7 +395,8 @@ class Trainer:
         return replace(micro, packed=micro.packed.to(self.device), **moved)
 
     def close(self) -> None:
-        """Free the engine, and the process group if this trainer made it."""
+        """Free the engine, and the process group if this trainer made it: DeepSpeed can't start
+        in this process again then."""
         self.engine.destroy()
         if self._owns_group and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -405,7 +406,7 @@ def _remember(proximal: dict[SampleKey, Tensor], micro: MicroBatch, logprobs_R: 
     if micro.keys_S:
         parts = logprobs_R.split(micro.packed.response_lengths_S)
         for key, part in zip(micro.keys_S, parts, strict=True):
-            proximal.setdefault(key, part)
+            proximal[key] = part
 
 
 def _check_plan(batch: Batch, version: int, world: int) -> None:

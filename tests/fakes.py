@@ -317,8 +317,8 @@ class Recorder:
         self.evals: list[EvalReport] = []
         self.on_version: Callable[[int], None] | None = None
 
-    def on_step(self, version: int, metrics: dict[str, float], metas: list[GroupMeta]) -> None:
-        self.metrics.append(metrics)
+    def on_step(self, version: int, numbers: dict[str, float], metas: list[GroupMeta]) -> None:
+        self.metrics.append(numbers)
         self._check()
         if self.on_version is not None:
             self.on_version(version)

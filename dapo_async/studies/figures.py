@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -106,17 +106,18 @@ def render_report(run_dir: Path) -> Path:
 def _read_summary(path: Path) -> dict[str, Any]:
     """The summary, or nothing: it adds to the picture and is no condition of it."""
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}  # pyright: ignore
+    return cast(dict[str, Any], summary) if isinstance(summary, dict) else {}
 
 
 def draw(run: Run, name: str) -> Figure:
     """The sheet: one panel per question, all over the learner step."""
     figure = Figure(figsize=(13, 15), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.14)  # pyright: ignore
+    layout: Any = figure.get_layout_engine()
+    layout.set(w_pad=0.12, h_pad=0.14)
     panels: Any = figure.subplots(4, 2, sharex=True)
     last = max((row["step"] for row in run.rows), default=0)
     for ax, (title, unit, fill) in zip(panels.flat, _PANELS, strict=True):
@@ -125,7 +126,7 @@ def draw(run: Run, name: str) -> Figure:
         ax.set_xlim(0, max(1, last))
     for ax in panels[-1]:
         ax.set_xlabel("learner step", color=INK)
-    figure.suptitle(_headline(run, name), fontsize=15, fontweight="bold", color=INK)  # pyright: ignore
+    figure.suptitle(_headline(run, name), fontsize=15, fontweight="bold", color=INK)  # pyright: ignore[reportUnknownMemberType]
     return figure
 
 
@@ -204,7 +205,7 @@ _MARKS = {"zorder": 4, "markersize": 5, "clip_on": False}
 
 def _accuracy(ax: Axes, run: Run) -> bool:
     a: Any = ax
-    drawn = _line(ax, run, "reward/acc_mean", "training, sampled", ORANGE)
+    drawn = _line(ax, run, "reward/acc_mean", "training", ORANGE)
     sampled = run.series("eval/acc")
     if sampled is not None:
         low, high = run.series("eval/low"), run.series("eval/high")

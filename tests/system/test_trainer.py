@@ -263,7 +263,10 @@ def test_two_steps_of_two_minibatches_on_one_rank_equal_plain_torch(
 ) -> None:
     work = make_work(ONE_RANK_HALVES, aggregation)
     config = make_config(
-        model_path, 1, algorithm={"aggregation": aggregation}, learner={"minibatches": 2}
+        model_path,
+        1,
+        algorithm={"aggregation": aggregation},
+        learner={"minibatches": 2, "grad_clip": 0.1},
     )
     ((weights, reports),) = one.run("train", config=config, batches=work)
     expected = reference(model_path, config, work, aggregation)

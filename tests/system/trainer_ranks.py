@@ -24,7 +24,9 @@ DEADLINE_S = 180.0
 
 
 def make_config(path: str, world: int, **sections: Any) -> Config:
-    learner = {"lr": 1e-3, "ranks": world, "eps": 1e-6, **sections.pop("learner", {})}
+    # AdamW with a small eps, or a clipped gradient, forgets a wrong scale of the loss.
+    large = {"lr": 1e-3, "eps": 1e-2, "grad_clip": None}
+    learner = {**large, "ranks": world, **sections.pop("learner", {})}
     return validate(
         {
             "run": {"name": "t"},

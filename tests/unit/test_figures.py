@@ -27,7 +27,7 @@ TITLES = [
     "Dynamic filter",
 ]
 LABELS = {
-    "Accuracy": ["training, sampled", "held-out, sampled (95 %)", "held-out, greedy"],
+    "Accuracy": ["training", "held-out, sampled (95 %)", "held-out, greedy"],
     "Reward": ["task reward", "overlong penalty"],
     "Response length": ["mean", "longest"],
     "Policy entropy": ["policy entropy"],

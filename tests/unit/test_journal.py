@@ -381,6 +381,9 @@ BOMBS = {
     "pickle": b"\x80\x04\x95\x19\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system\x94.",
     "extension": msgpack.packb(["Prompt", msgpack.ExtType(5, b"x")]),
     "empty extension": msgpack.packb(["Prompt", msgpack.ExtType(5, b"")]),
+    "empty extension among JSON-like values": msgpack.packb(
+        ["Reward", [0.0, 0.0, "ok", {"a": msgpack.ExtType(5, b"")}]]
+    ),
     "timestamp": msgpack.packb(["Prompt", msgpack.Timestamp(1)]),
     "unhashable key": b"\x92\xa6Prompt\x81\x90\x01",
     "integer key": b"\x92\xa6Prompt\x81\x01\x01",
