@@ -446,9 +446,10 @@ def _start_engine(
     )
     if master_port is not None:
         os.environ["MASTER_PORT"] = str(master_port)
-    elif world == 1:
-        # No one else needs to find it: any free port.
-        os.environ["MASTER_PORT"] = "0"
+    elif not torch.distributed.is_initialized():
+        if world > 1:
+            raise ValueError(f"master_port is needed for {world} ranks to meet")
+        os.environ["MASTER_PORT"] = "0"  # nobody else has to find it: any free port
     with warnings.catch_warnings():
         # DeepSpeed's start meets deprecations within torch, which are not ours to mend.
         warnings.simplefilter("ignore", DeprecationWarning)
