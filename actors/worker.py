@@ -41,7 +41,7 @@ from dapo_async.types import (
 
 COLLECT_S = 10.0
 """Longest that `collect` holds its caller without a result."""
-GATHER_S = 0.02
+GATHER_S = 0.05
 """How long `collect` waits for further results once it has one: fewer, fuller answers."""
 SAMPLE_CHARS = 4000
 EVAL_AT_ONCE = 4
@@ -176,14 +176,14 @@ class RolloutWorker:
             penalties_G=tuple(penalties),
             statuses_G=tuple(reward.status for reward in rewards),
             finish_reasons_G=tuple(c.finish_reason for c in completions),
-            reward_extras_G=tuple(reward.extra for reward in rewards),
+            reward_sums=_reward_sums(rewards),
             oldest_version=min((int(c.versions_T.min()) for c in completions if c.versions_T.size),
                                default=version),
             newest_version=max((int(c.versions_T.max()) for c in completions if c.versions_T.size),
                                default=version),
             generate_s=generated - started,
             reward_s=judged - generated,
-            samples=(self._sample(draw.prompt, texts[0], rewards[0]),),
+            samples=self._samples(draw, texts, rewards),
         )
         if all(reward.status == "ok" for reward in rewards) and batching.verdict(self._config, meta):
             await self._store_payload(lease, completions, rewards, penalties)
@@ -221,6 +221,15 @@ class RolloutWorker:
 
     def _text(self, completion: Completion) -> str:
         return self._tokenizer.decode(completion.token_ids_T.tolist(), skip_special_tokens=True)
+
+    def _samples(
+        self, draw: Draw, texts: Sequence[str], rewards: Sequence[Reward]
+    ) -> tuple[SampleText, ...]:
+        """One response of about four groups per step: enough for the sample log."""
+        groups = at(self._config.trainer.groups_per_step, 0)
+        if draw.draw_id.position % max(1, int(groups) // 4):
+            return ()
+        return (self._sample(draw.prompt, texts[0], rewards[0]),)
 
     def _sample(self, prompt: Prompt, text: str, reward: Reward) -> SampleText:
         return SampleText(
@@ -327,6 +336,17 @@ class RolloutWorker:
             task.cancel()
         await self._engine.close()
         await self._rewards.close()
+
+
+def _reward_sums(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
+    """(sum, count) per number that the reward function reports beside score and acc."""
+    found: dict[str, list[float]] = {}
+    for reward in rewards:
+        if reward.status == "ok":
+            for name, value in reward.extra.items():
+                if isinstance(value, (int, float)):
+                    found.setdefault(name, []).append(float(value))
+    return {name: (sum(values), float(len(values))) for name, values in found.items()}
 
 
 def _replaced(sampling: SamplingParams, **changes: Any) -> SamplingParams:

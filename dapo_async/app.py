@@ -165,9 +165,8 @@ class Reporter:
         self._status().step(version, numbers)
         every = self._config.trainer.log_samples_every
         if every and (version % every == 0 or version == 1):
-            for meta in metas[:3]:
-                for sample in meta.samples:
-                    self._sample("train", version, sample)
+            for sample in [sample for meta in metas for sample in meta.samples][:4]:
+                self._sample("train", version, sample)
 
     def on_eval(self, report: EvalReport) -> None:
         self._write(report.version, metrics.eval_metrics(report))

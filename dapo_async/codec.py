@@ -7,7 +7,7 @@ end of its record and needs a default: older frames stay readable. What may stan
     float                     nan and inf are legal unless a rule below says otherwise
     Literal[…]                one of the words
     X | None
-    tuple[X, …], frozenset[X] an array
+    tuple[X, …], frozenset[X] an array; of records, one array per field
     Mapping[K, V]             a map for text keys, else an array of [key, value] pairs
     NDArray[dtype]            the little-endian bytes; dtype and dimension (1) are the schema's
     records, named tuples     an array

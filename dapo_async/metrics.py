@@ -34,11 +34,9 @@ METRICS: dict[str, str] = {
     "learner/samples": "responses in the step",
     "learner/empty_responses": "responses without a token, which train nothing",
     "learner/skipped_updates": "updates skipped because loss or gradient was not finite",
-    "train/lr": "learning rate",
-    "train/tokens": "response tokens trained in the step (loss mask 1)",
-    "train/groups": "groups trained in the step",
-    "train/minibatches": "optimizer updates planned for the step",
-    "train/skipped_updates": "updates skipped because loss or gradient was not finite",
+    "learner/trained_tokens": "response tokens trained in the step (loss mask 1)",
+    "learner/groups": "groups trained in the step",
+    "learner/minibatches": "optimizer updates planned for the step",
     "policy/entropy": "entropy of the policy per trained token, in nats",
     "policy/clipped_high": "share of trained tokens clipped at 1 + clip_high",
     "policy/clipped_low": "share of trained tokens clipped at 1 - clip_low",
@@ -70,6 +68,10 @@ METRICS: dict[str, str] = {
     "replay/live": "groups admitted and not yet trained or dropped",
     "replay/ready": "groups complete and waiting to be trained",
     "replay/capacity": "live groups that replay.depth allows",
+    "replay/drawn": "groups drawn since the start of the run",
+    "replay/trained": "groups trained since the start of the run",
+    "replay/dropped": "groups dropped since the start of the run, for any reason",
+    "rollout/reissued": "leases issued again after a lost worker or a failed request",
     "staleness/mean": "learner version minus oldest version of a sample, mean over trained samples",
     "staleness/max": "largest staleness of a trained sample; never above the bound",
     "staleness/bound": "replay.max_staleness",
@@ -83,13 +85,12 @@ METRICS: dict[str, str] = {
     "reward/penalty_mean": "overlong penalty per response, ≤ 0",
     "reward/failed_share": "share of judgements that timed out or failed",
     "perf/step_s": "seconds from one completed learner step to the next",
-    "perf/time_s": "seconds since the start of the run",
     "perf/learner_idle_share": "share of the step in which the learner waited",
     "perf/worker_idle_share": "share of the step in which a worker had nothing to generate, mean",
     "perf/wait_for_batch_s": "seconds the learner waited for a batch",
     "perf/update_s": "seconds of forward, backward and optimizer",
     "perf/publish_s": "seconds the learner was held by publishing weights",
-    "perf/train_tokens_per_s": "response tokens trained per second",
+    "perf/tokens_per_s": "response tokens trained per second",
     "perf/generate_s_mean": "seconds from the start of a group to its last token",
     "perf/reward_s_mean": "seconds to judge a group",
     "eval/acc": "accuracy on the evaluation set, one sampled response per problem",
@@ -239,14 +240,10 @@ def group_metrics(metas: Iterable[GroupMeta]) -> Pool:
     pool.each("reward/score_mean", compress((v for m in groups for v in m.scores_G), ok))
     pool.each("reward/acc_mean", compress((v for m in groups for v in m.accs_G), ok))
     pool.each("reward/penalty_mean", compress((v for m in groups for v in m.penalties_G), ok))
-    extras: dict[str, list[float]] = {}
-    for extra in compress((extra for meta in groups for extra in meta.reward_extras_G), ok):
-        for key, value in extra.items():
-            if isinstance(value, int | float):
-                extras.setdefault(f"reward/{key}", []).append(float(value))
-    for name, found in extras.items():
-        if name not in METRICS:
-            pool.each(name, found)
+    for meta in groups:
+        for key, (total, count) in meta.reward_sums.items():
+            if f"reward/{key}" not in METRICS:
+                pool.mean(f"reward/{key}", total, count)
     return pool
 
 

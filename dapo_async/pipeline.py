@@ -318,6 +318,7 @@ class Pipeline:
                 return
             version = self.queue.version
             self.doing = f"publishing version {version}"
+            started = self._now()
             try:
                 await within(
                     self.config.weights.publish_timeout_s,
@@ -328,6 +329,7 @@ class Pipeline:
             except PublishFailed as failed:
                 await self._publish_failed(version, failed)
                 continue
+            self.stats.published(self._now() - started)
             self._committing = version
             self._commit = group.create_task(self._commit_snapshot(version))
 

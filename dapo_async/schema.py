@@ -58,6 +58,8 @@ class Codec:
     encode: Convert
     decode: Convert
     kind: Any = None
+    columns: Codec | None = None
+    """Of a record: the codec of a tuple of such records."""
 
 
 class Schema:
@@ -88,7 +90,8 @@ class Schema:
         if origin in (types.UnionType, typing.Union) and len(args) == 2 and type(None) in args:
             return _optional(self.codec(args[0] if args[1] is type(None) else args[1]))
         if origin is tuple and len(args) == 2 and args[1] is ...:
-            return _items(self.codec(args[0]), tuple, (tuple, list))
+            item = self.codec(args[0])
+            return item.columns or _items(item, tuple, (tuple, list))
         if origin is frozenset:
             return _items(self.codec(args[0]), frozenset, (frozenset, set))
         if origin is np.ndarray:
@@ -149,7 +152,51 @@ class Schema:
                 raise Bad(problem)
             return record
 
-        return Codec(encode_record, decode_record, kind)
+        def encode_records(value: Any) -> list[Any]:
+            if not isinstance(value, _SEQUENCES):
+                raise _bad_type(value, "a tuple")
+            for record in value:
+                if type(record) is not kind:
+                    raise _bad_type(record, f"a {kind.__name__}").inside("[…]")
+                if problem_of and (problem := problem_of(record)):
+                    raise Bad(problem).inside("[…]")
+            columns = zip(*map(get, value), strict=True) if value else [()] * total
+            out: list[Any] = []
+            try:
+                for column, values in zip(column_codecs, columns, strict=True):
+                    out.append(column.encode(values))
+            except Bad as bad:
+                raise bad.inside(f"[…].{names[len(out)]}") from None
+            return out
+
+        def decode_records(value: Any) -> Any:
+            if not _is_list(value) or not required <= len(value) <= total:
+                raise _bad_type(value, f"{total} columns of {kind.__name__}")
+            columns: list[Any] = []
+            try:
+                for column, values in zip(column_codecs, value, strict=False):
+                    columns.append(column.decode(values))
+            except Bad as bad:
+                raise bad.inside(f"[…].{names[len(columns)]}") from None
+            if len(set(map(len, columns))) != 1:
+                raise Bad(f"the columns of {kind.__name__} must be equally long")
+            if is_tuple:
+                records = tuple(map(cast(Any, kind)._make, zip(*columns, strict=True)))
+            else:
+                records = tuple(
+                    kind(**dict(zip(names, row, strict=False)))
+                    for row in zip(*columns, strict=True)
+                )
+            for record in records if problem_of else ():
+                if problem := problem_of(record):
+                    raise Bad(problem).inside("[…]")
+            return records
+
+        # A tuple of records travels as one array per field, which is coded in bulk.
+        column_codecs = [codec.columns or _items(codec, tuple, _SEQUENCES) for codec in codecs]
+        return Codec(
+            encode_record, decode_record, kind, Codec(encode_records, decode_records)
+        )
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:

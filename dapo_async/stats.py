@@ -29,7 +29,8 @@ class StepStats:
         self._started_at = 0.0
         self._step_started_at = 0.0
         self._idle_since: float | None = None
-        self._idle_in_step = 0.0
+        self._idle_in_step = self._publish_in_step = 0.0
+        self._busy_since = self._busy_in_step = 0.0
         self._fleet_idle_before = 0.0
         self._judged: list[GroupMeta] = []
         self._reissued_before = 0
@@ -49,9 +50,15 @@ class StepStats:
             self._idle_in_step += now - self._idle_since
             self.learner_idle_s += now - self._idle_since
             self._idle_since = None
+        self._busy_since = now
 
     def learner_idle(self, now: float) -> None:
+        self._busy_in_step += now - self._busy_since
         self._idle_since = now
+
+    def published(self, seconds: float) -> None:
+        """The learner was held by publishing for so long (it counts as idle)."""
+        self._publish_in_step += seconds
 
     def step_metrics(
         self,
@@ -72,11 +79,9 @@ class StepStats:
         generated = sum(sum(meta.response_tokens_G) for meta in self._judged)
         ledger = queue.ledger
         metrics |= {
-            "train/lr": batch.lr,
-            "train/tokens": report.trained_tokens,
-            "train/groups": len(metas),
-            "train/minibatches": len(batch.minibatches),
-            "train/skipped_updates": report.skipped_updates,
+            "learner/trained_tokens": report.trained_tokens,
+            "learner/groups": len(metas),
+            "learner/minibatches": len(batch.minibatches),
             "rollout/tokens_per_s": generated / step_s,
             "rollout/reissued": ledger.reissued - self._reissued_before,
             "replay/live": queue.live,
@@ -87,7 +92,9 @@ class StepStats:
             "replay/dropped": ledger.dropped.total(),
             "staleness/bound": queue.max_staleness,
             "perf/step_s": step_s,
-            "perf/wait_for_batch_s": self._idle_in_step,
+            "perf/wait_for_batch_s": max(0.0, self._idle_in_step - self._publish_in_step),
+            "perf/publish_s": self._publish_in_step,
+            "perf/update_s": self._busy_in_step,
             "perf/learner_idle_share": min(1.0, self._idle_in_step / step_s),
             "perf/worker_idle_share": min(
                 1.0, (idle_now - self._fleet_idle_before) / (step_s * len(fleet.workers))
@@ -97,7 +104,7 @@ class StepStats:
         self.staleness.update(report.staleness)
         self.train_tokens += report.trained_tokens
         self._step_started_at = now
-        self._idle_in_step = 0.0
+        self._idle_in_step = self._publish_in_step = self._busy_in_step = 0.0
         self._fleet_idle_before = idle_now
         self._judged = []
         self._reissued_before = ledger.reissued

@@ -181,7 +181,9 @@ class GroupMeta:
     penalties_G: tuple[float, ...]
     statuses_G: tuple[RewardStatus, ...]
     finish_reasons_G: tuple[FinishReason, ...]
-    reward_extras_G: tuple[Extra, ...]
+    reward_sums: Mapping[str, tuple[float, ...]]
+    """(sum, count) of each number in `Reward.extra`, over the trajectories judged ok. The whole
+    extras stay with the payload."""
     oldest_version: int
     """The oldest version that sampled any token of the group (the proven version at the start
     for a group without tokens)."""
@@ -214,9 +216,9 @@ class LeaseFailure:
     retry: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRef:
-    """One trajectory as the packer and the learner know it."""
+class SampleRef(NamedTuple):
+    """One trajectory as the packer and the learner know it. A named tuple, since a step has
+    thousands and making a frozen dataclass costs several times as much."""
 
     draw_id: DrawId
     index: int

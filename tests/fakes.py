@@ -91,7 +91,7 @@ class World:
         }
         for key, value in self.overrides.items():
             section, name = key.split(".")
-            tree[section][name] = value
+            tree.setdefault(section, {})[name] = value
         return validate(tree)
 
 
@@ -258,7 +258,7 @@ def group_meta(
         penalties_G=(0.0,) * size,
         statuses_G=("ok",) * size,
         finish_reasons_G=("stop",) * size,
-        reward_extras_G=({},) * size,
+        reward_sums={},
         oldest_version=oldest,
         newest_version=newest,
         generate_s=1.0,

@@ -30,10 +30,10 @@ from dapo_async.weights import WeightStore
 T = TypeVar("T")
 
 VOCABULARY = 32
-CONTEXT = 512
+CONTEXT = 4096
 PROMPT = (5, 9, 5, 3, 11)
-LONG = SamplingParams(max_response_tokens=400, seed=3)
-"""Long enough to be running still when an update arrives."""
+LONG = SamplingParams(max_response_tokens=4000, seed=3)
+"""Long enough to be running still when an update arrives, on the busiest machine; aborted after."""
 
 
 # ---- engine kinds ------------------------------------------------------------------------------
@@ -143,8 +143,9 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
 
 
 async def sampled(engine: Engine, tokens: int) -> None:
-    """Wait until the engine has sampled this many tokens."""
-    while engine.health().tokens_sampled < tokens:
+    """Wait until the engine has sampled this many more tokens."""
+    goal = engine.health().tokens_sampled + tokens
+    while engine.health().tokens_sampled < goal:
         await asyncio.sleep(0.0005)
 
 
@@ -276,14 +277,15 @@ def test_an_empty_prompt_and_one_token_too_many_are_refused(
 
 
 def test_n_samples_of_one_prompt_prefill_it_once_even_when_slots_are_few(kind: TorchKind) -> None:
-    async def main() -> tuple[tuple[Completion, ...], int]:
+    async def main() -> tuple[Completion, ...]:
         async with serving(kind, slots=3) as engine:
             sampling = SamplingParams(max_response_tokens=12, seed=4)
             answer = await engine.generate("a", PROMPT, 10, sampling)
-            return answer, engine.health().prompts_prefilled
+            assert engine.health().prompts_prefilled == 1
+            assert engine.health().reprefill_tokens == 0
+            return answer
 
-    completions, prefilled = run(main)
-    assert prefilled == 1
+    completions = run(main)
     assert len({completion.token_ids_T.tobytes() for completion in completions}) == 10
     for completion in completions:
         np.testing.assert_allclose(
@@ -335,14 +337,17 @@ def test_abort_returns_what_there_is_and_frees_the_slots(kind: TorchKind) -> Non
             await sampled(engine, 20)
             await engine.abort("a")
             partial = await pending
-            assert engine.health().outstanding == 0
+            before = engine.health()
+            assert before.outstanding == 0
             after = await engine.generate("b", PROMPT, 2, SamplingParams(max_response_tokens=4))
             assert [len(completion.token_ids_T) for completion in after] == [4, 4]
+            # Nothing of the aborted request was sampled any more.
+            assert engine.health().tokens_sampled == before.tokens_sampled + 8
             return partial
 
     first, second, third = run(main)
     assert {first.finish_reason, second.finish_reason, third.finish_reason} == {"abort"}
-    assert 10 <= len(first.token_ids_T) < 400
+    assert 10 <= len(first.token_ids_T) < 4000
     assert len(third.token_ids_T) == len(third.logprobs_T) == len(third.versions_T) == 0
     for completion in (first, second):
         np.testing.assert_allclose(
@@ -408,10 +413,13 @@ def test_an_update_in_flight_labels_every_token_with_the_weights_that_sampled_it
             assert health.version == 1 and health.pause_s > 0
             assert health.reprefill_tokens >= 4 * (len(PROMPT) + 9)
             assert health.prompts_prefilled == 1
+            await sampled(engine, 80)
+            await engine.abort("a")
             return await pending
 
     for completion in run(main):
-        assert 10 <= check_across_update(completion, OLD, NEW) < 400
+        assert completion.finish_reason == "abort"
+        assert 10 <= check_across_update(completion, OLD, NEW) < len(completion.token_ids_T)
 
 
 def test_samples_that_still_wait_at_an_update_see_no_old_prompt_cache(kind: TorchKind) -> None:
@@ -419,7 +427,7 @@ def test_samples_that_still_wait_at_an_update_see_no_old_prompt_cache(kind: Torc
 
     async def main() -> tuple[Completion, ...]:
         async with serving(kind, slots=2) as engine:
-            sampling = dataclasses.replace(LONG, max_response_tokens=100)
+            sampling = dataclasses.replace(LONG, max_response_tokens=300)
             pending = asyncio.create_task(engine.generate("a", PROMPT, 6, sampling))
             await sampled(engine, 10)
             await engine.update_weights(manifest)
@@ -513,6 +521,7 @@ async def refused(engine: Engine, manifest: WeightVersion) -> None:
     assert engine.health().version == 0
     assert engine.health().broken is None
     after = await engine.generate("after", PROMPT, 2, SamplingParams(max_response_tokens=9))
+    await engine.abort("running")
     for completion in (*await pending, *after):
         assert set(completion.versions_T.tolist()) == {0}
         np.testing.assert_allclose(

@@ -97,7 +97,7 @@ async def _sequential(config: Config, inputs: app.Inputs, out: Path) -> None:
                         penalties_G=tuple(penalties),
                         statuses_G=("ok",) * 4,
                         finish_reasons_G=tuple(c.finish_reason for c in completions),
-                        reward_extras_G=({},) * 4,
+                        reward_sums={},
                         oldest_version=version,
                         newest_version=version,
                         generate_s=0.0,

@@ -91,7 +91,7 @@ def meta(**changes: Any) -> GroupMeta:
         "penalties_G": (0.0, -0.5),
         "statuses_G": ("ok", "timeout"),
         "finish_reasons_G": ("stop", "length"),
-        "reward_extras_G": ({"a": 1}, {}),
+        "reward_sums": {"a": (1.0, 1.0)},
         "oldest_version": 3,
         "newest_version": 4,
         "generate_s": 0.5,
@@ -333,7 +333,7 @@ def test_a_broken_completion_is_refused_by_sender_and_receiver(
     ]  # fmt: skip
     assert message in malformed(msgpack.packb(["Completion", fields]), Completion)
     name, (lease, prompt, mode, _) = msgpack.unpackb(encode(group(completion())))
-    inside = [[fields, [1.0, 1.0, "ok", {}], 0.0]]
+    inside = [[[field] for field in fields], [[1.0], [1.0], ["ok"], [{}]], [0.0]]
     assert message in malformed(msgpack.packb([name, [lease, prompt, mode, inside]]), Group)
 
 
@@ -565,3 +565,10 @@ def test_a_batch_plan_is_small_and_comes_back(tmp_path: Path) -> None:
     data = encode(batch)
     assert same(decode(data, Batch), batch)
     assert len(data) < 20_000
+
+
+def test_columns_of_different_lengths_are_malformed() -> None:
+    name, fields = msgpack.unpackb(encode(group(completion())))
+    assert len(decode(msgpack.packb([name, fields]), Group).trajectories) == 1
+    fields[3][2].append(0.0)
+    assert "equally long" in malformed(msgpack.packb([name, fields]), Group)

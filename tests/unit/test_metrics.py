@@ -135,7 +135,7 @@ def meta(position: int, lengths: list[int], accs: list[float], **over: Any) -> G
         "penalties_G": (0.0,) * size,
         "statuses_G": ("ok",) * size,
         "finish_reasons_G": ("stop",) * size,
-        "reward_extras_G": ({},) * size,
+        "reward_sums": {},
         "oldest_version": 0,
         "newest_version": 0,
         "generate_s": 1.0,
@@ -170,10 +170,12 @@ def test_a_failed_judgement_is_no_reward_of_zero() -> None:
 
 
 def test_numbers_of_the_reward_function_are_pooled_under_its_names() -> None:
-    extras = ({"drafts": 1.0, "note": "x"}, {"drafts": 4.0}, {})
-    found = group_metrics([meta(0, [2, 2, 2], [1.0] * 3, reward_extras_G=extras)]).result()
-    assert found["reward/drafts"] == 2.5
-    assert "reward/note" not in found
+    groups = [
+        meta(0, [2, 2, 2], [1.0] * 3, reward_sums={"drafts": (5.0, 2.0)}),
+        meta(1, [2], [1.0], reward_sums={"drafts": (4.0, 2.0)}),
+    ]
+    found = group_metrics(groups).result()
+    assert found["reward/drafts"] == 9 / 4
     assert describe("reward/drafts") is not None
 
 

@@ -30,8 +30,9 @@ from actors.engine import EngineBroken, UpdateRefused
 from actors.kv_slots import PrefillJob, SlotModel
 from actors.lean_forward import lean_forward_for
 from actors.sampling import sample, stream_key, uniforms
-from actors.torch_core import Request, TorchCore
+from actors.torch_core import Request, TorchCore, WeightUpdate
 from actors.torch_engine import TorchEngine
+from actors.weight_loading import stage
 from dapo_async.types import Completion, SamplingParams, TensorSpec, WeightVersion
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 32,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.2,
 }
 PROMPT = (5, 9, 5, 3)
@@ -96,6 +97,12 @@ QWEN = build(CONFIGS["qwen2"])
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def reference_logprobs(model: PreTrainedModel, done: Completion) -> np.ndarray:
+    response = torch.tensor(done.token_ids_T, dtype=torch.int64)
+    logits = reference_logits(model, [*PROMPT, *response.tolist()])[len(PROMPT) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()
 
 
 def run(main: Callable[[], Awaitable[T]]) -> T:
@@ -250,26 +257,36 @@ def test_a_sliding_window_shorter_than_the_context_is_refused() -> None:
     TorchEngine(model, slots=2, max_context=16)
 
 
-def test_prefill_batches_are_bounded_and_a_long_sequence_goes_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("fixed_shapes", "expected"),
+    [
+        (False, [(4, 5), (1, 6), (1, 30)]),
+        (True, [(1, 1), (1, 4), (1, 5), (1, 5), (1, 6), (1, 30)]),
+    ],
+)
+def test_prefill_batches_are_bounded_and_deterministic_ones_hold_one_sequence(
+    monkeypatch: pytest.MonkeyPatch, fixed_shapes: bool, expected: list[tuple[int, int]]
 ) -> None:
     monkeypatch.setattr("actors.kv_slots.PREFILL_TOKENS", 20)
-    slots = SlotModel(copy.deepcopy(QWEN), slots=8, width=64, fixed_shapes=False)
-    shapes: list[tuple[int, ...]] = []
+    slots = SlotModel(copy.deepcopy(QWEN), slots=8, width=64, fixed_shapes=fixed_shapes)
+    shapes: list[tuple[int, int]] = []
     update = slots.cache.update
-    slots.cache.update = lambda k, v, i: (shapes.append((k.shape[0], k.shape[2])), update(k, v, i))[
-        1
-    ]
+
+    def noted(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        if layer == 0:
+            shapes.append((keys.shape[0], keys.shape[2]))
+        return update(keys, values, layer)
+
+    monkeypatch.setattr(slots.cache, "update", noted)
     slots.prefill([PrefillJob([1] * n, [row]) for row, n in enumerate([30, 5, 4, 5, 6, 1])])
-    assert shapes[::2] == [(4, 5), (1, 6), (1, 30)]
+    assert shapes == expected
 
 
 # ---- the core ----------------------------------------------------------------------------------
 
 
-def core(slots: int, width: int = 64, **options: object) -> TorchCore:
-    model = SlotModel(copy.deepcopy(QWEN), slots, width, bool(options.pop("fixed", False)))
-    return TorchCore(model, "retract", 0)
+def core(slots: int, fixed: bool = False) -> TorchCore:
+    return TorchCore(SlotModel(copy.deepcopy(QWEN), slots, 64, fixed), "retract", 0)
 
 
 def request(name: str, tokens: int, n: int = 1, seed: int = 0) -> Request:
@@ -331,21 +348,21 @@ def test_the_batch_shrinks_when_sequences_leave(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_sequence_that_moves_to_another_row_goes_on_as_if_it_had_not() -> None:
-    def tokens(crowd: int) -> list[bytes]:
+    def mine_in(crowd: int) -> list[tuple[bytes, str]]:
         engine = core(slots=8)
         for i in range(crowd):  # they come first, so they sit in the low rows
-            engine.submit(request(f"crowd{i}", tokens=3 + 2 * i, seed=100 + i))
-        mine = request("mine", tokens=40, n=2, seed=1)
+            engine.submit(request(f"crowd{i}", tokens=3 + i, seed=100 + i))
+        sampling = SamplingParams(max_response_tokens=50, seed=14)
+        mine = Request("mine", PROMPT, 2, sampling, frozenset({2}))
         engine.submit(mine)
         drain(engine)
         for done in mine.result():
-            ids = [*PROMPT, *done.token_ids_T.tolist()]
-            logp = torch.log_softmax(reference_logits(QWEN, ids), -1)[len(PROMPT) - 1 : -1]
-            expected = logp.gather(1, torch.tensor(done.token_ids_T[:, None], dtype=torch.int64))
-            np.testing.assert_allclose(done.logprobs_T, expected[:, 0], atol=1e-4)
-        return [done.token_ids_T.tobytes() for done in mine.result()]
+            assert len(done.token_ids_T) > 10, "it ended before anything could move"
+            np.testing.assert_allclose(done.logprobs_T, reference_logprobs(QWEN, done), atol=1e-4)
+        return [(done.token_ids_T.tobytes(), done.finish_reason) for done in mine.result()]
 
-    assert tokens(crowd=0) == tokens(crowd=5)
+    assert "stop" in {reason for _, reason in mine_in(crowd=0)}
+    assert mine_in(crowd=0) == mine_in(crowd=5)
 
 
 def test_weights_that_give_nan_stop_the_core() -> None:
@@ -367,6 +384,37 @@ def test_deterministic_samples_beyond_the_slots_wait_for_their_rows() -> None:
     assert engine.prompts_prefilled == 2
 
 
+def test_deterministic_forwards_have_one_shape_and_a_sample_its_own_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rows_of_mine(crowd: int) -> list[set[int]]:
+        engine = core(slots=5, fixed=True)
+        decode, shapes = engine.model.decode, set()
+
+        def counted(tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+            shapes.add((len(tokens), engine.model.width))
+            return decode(tokens, positions)
+
+        monkeypatch.setattr(engine.model, "decode", counted)
+        for i in range(crowd):
+            engine.submit(request(f"crowd{i}", tokens=2 + 3 * i, seed=i))
+            engine.step()
+        mine = request("mine", tokens=6, n=3, seed=50)
+        engine.submit(mine)
+        rows: list[set[int]] = [set(), set(), set()]
+        while engine.busy:
+            engine.step()
+            for row, running in enumerate(engine._running):
+                if running is not None and running.request is mine:
+                    rows[running.sample].add(row)
+        assert shapes == {(5, 64)}
+        return rows
+
+    alone = rows_of_mine(crowd=0)
+    assert [len(rows) for rows in alone] == [1, 1, 1]
+    assert rows_of_mine(crowd=1) == rows_of_mine(crowd=6) == alone
+
+
 # ---- the async front ---------------------------------------------------------------------------
 
 
@@ -382,34 +430,27 @@ def manifest_of(model: PreTrainedModel, version: int) -> WeightVersion:
     return WeightVersion(version=version, location="", tensors=specs, finite=True)
 
 
-def test_keep_kv_goes_on_with_the_old_cache() -> None:
+@pytest.mark.parametrize("weight_update", ["keep_kv", "retract"])
+def test_keep_kv_goes_on_with_the_old_cache_and_retract_does_not(
+    weight_update: WeightUpdate,
+) -> None:
     new = build(CONFIGS["qwen2"], seed=1)
-
-    async def main(weight_update: str) -> tuple[Completion, float]:
-        engine = TorchEngine(
-            copy.deepcopy(QWEN), slots=2, weight_update=weight_update,
-            read_tensors=lambda manifest: dict(new.named_parameters()),
-        )  # fmt: skip
-        await engine.start()
-        pending = asyncio.create_task(
-            engine.generate("a", PROMPT, 1, SamplingParams(max_response_tokens=120, seed=1))
-        )
-        while engine.health().tokens_sampled < 10:
-            await asyncio.sleep(0.0005)
-        await engine.update_weights(manifest_of(new, 3))
-        (done,) = await pending
-        recomputed = engine.health().reprefill_tokens
-        await engine.close()
-        return done, recomputed
-
-    for weight_update in ("keep_kv", "retract"):
-        done, recomputed = run(lambda kind=weight_update: main(kind))
-        ids = [*PROMPT, *done.token_ids_T.tolist()]
-        logp = torch.log_softmax(reference_logits(new, ids), -1)[len(PROMPT) - 1 : -1]
-        expected = logp.gather(1, torch.tensor(done.token_ids_T[:, None], dtype=torch.int64))
-        gap = np.abs(done.logprobs_T - expected[:, 0].numpy())[done.versions_T == 3].max()
-        assert (gap < 1e-4) == (weight_update == "retract")
-        assert (recomputed > 0) == (weight_update == "retract")
+    engine = TorchCore(SlotModel(copy.deepcopy(QWEN), 2, 64, False), weight_update, 0)
+    mine = request("a", tokens=40)
+    engine.submit(mine)
+    for _ in range(10):
+        engine.step()
+    staged = stage(
+        engine.model.model, manifest_of(new, 3), lambda manifest: dict(new.named_parameters())
+    )
+    engine.load(staged, 3)
+    drain(engine)
+    (done,) = mine.result()
+    assert done.versions_T.tolist() == [0] * 10 + [3] * 30
+    # keep_kv: new tokens see keys of old weights. The first of them after the update already.
+    gap = np.abs(done.logprobs_T - reference_logprobs(new, done))[10:]
+    assert (gap.max() < 1e-4) == (weight_update == "retract")
+    assert engine.reprefill_tokens == (len(PROMPT) + 9 if weight_update == "retract" else 0)
 
 
 def test_a_reader_that_fails_is_a_refusal() -> None:
@@ -463,7 +504,7 @@ def test_cancelling_a_task_frees_its_slots_and_its_id() -> None:
     async def main() -> None:
         engine = TorchEngine(copy.deepcopy(QWEN), slots=2)
         await engine.start()
-        sampling = SamplingParams(max_response_tokens=120)
+        sampling = SamplingParams(max_response_tokens=2000)
         task = asyncio.create_task(engine.generate("a", PROMPT, 4, sampling))
         while engine.health().tokens_sampled < 4:
             await asyncio.sleep(0.0005)
@@ -471,9 +512,12 @@ def test_cancelling_a_task_frees_its_slots_and_its_id() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine.health().outstanding == 0
+        await engine.abort("nothing")  # answered after the note that the cancelling left
+        before = engine.health().tokens_sampled
         short = SamplingParams(max_response_tokens=3)
         again = await engine.generate("a", PROMPT, 2, short)
         assert [len(done.token_ids_T) for done in again] == [3, 3]
+        assert engine.health().tokens_sampled == before + 6
         await engine.close()
 
     run(main)
@@ -576,7 +620,7 @@ def test_a_model_loaded_from_a_folder_stops_at_every_eos_id_of_its_generation_co
 def test_arguments_that_make_no_engine_are_refused() -> None:
     for options, match in [
         ({"slots": 0}, "slots 0"),
-        ({"slots": 1, "max_context": 129}, "129 is over the model's limit 128"),
+        ({"slots": 1, "max_context": 2049}, "2049 is over the model's limit 2048"),
         ({"slots": 1, "weight_update": "reset"}, "reset"),
         ({"slots": 1, "weight_update": "keep_kv", "deterministic": True}, "deterministic"),
     ]:
