@@ -1,8 +1,9 @@
-"""The driver's side of rollout workers on Ray: start, call, restart. `RayWorker` is a WorkerPort."""
+"""The driver's side of rollout workers on Ray: start, call, restart; `RayWorker` is a WorkerPort."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -90,10 +91,8 @@ class RayWorker:
         """End the actor; a dead one is no error."""
         if self._actor is None:
             return
-        try:
+        with contextlib.suppress(WorkerLost):
             await self._call(self._actor.close.remote(), 10.0)
-        except WorkerLost:
-            pass
         ray.kill(self._actor)
 
     async def _call(self, reference: Awaitable[T], timeout_s: float | None = None) -> T:

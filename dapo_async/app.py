@@ -7,7 +7,7 @@ the pipeline → save → close everything, in the reverse order, whatever happe
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import logging
 import os
 import resource
@@ -15,21 +15,20 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from dapo_async import config as configs
 from dapo_async import metrics
-from dapo_async.config import Config, values
+from dapo_async.config import Config
 from dapo_async.console import Status, display_mode, result_table, set_up_logging
-from dapo_async.errors import ConfigError, RunError
+from dapo_async.errors import RunError
+from dapo_async.inputs import Inputs, read_inputs
 from dapo_async.pipeline import Pipeline
-from dapo_async.prompts import LoadedPrompts, PromptSource, load_prompts
-from dapo_async.rewards.pool import check_golds
+from dapo_async.prompts import PromptSource
 from dapo_async.run_folder import RunFolder
-from dapo_async.types import EvalReport, GroupMeta, Prompt, SampleText
+from dapo_async.types import EvalReport, GroupMeta, SampleText
 
 log = logging.getLogger("dapo_async")
 SAVE_GRACE_S = 60.0
@@ -53,98 +52,21 @@ def train(config: Config) -> int:
         log.warning(sentence)
     folder: RunFolder | None = None
     try:
-        inputs = Inputs(config)
+        inputs = read_inputs(config)
+        if inputs.dropped:
+            log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)
         folder = RunFolder(config)
         asyncio.run(_train(config, inputs, folder, console))
         return 0
     except RunError as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         return error.exit_code
-    except Exception:
-        # Anything unforeseen is a bug of ours: the traceback is what a report needs.
+    except Exception:  # noqa: BLE001 - a bug of ours: the traceback is what a report needs
         console.print_exception()
         return 1
     finally:
         if folder is not None:
             folder.close()
-
-
-class Inputs:
-    """Everything a run reads, checked before anything is started.
-
-    Raises:
-        ConfigError: model folder, data or reward can't be used; names file, row and field.
-    """
-
-    def __init__(self, config: Config) -> None:
-        folder = Path(config.model.path)
-        self._model = _read_json(folder / "config.json", needed=True)
-        _check_context(config, self._model)
-        for path in filter(None, (config.data.train, config.data.eval)):
-            if not Path(path).is_file():
-                raise ConfigError(f"the data file {path} doesn't exist")
-        from transformers import AutoTokenizer  # seconds: only after the quick checks
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        train = load_prompts(config.data.train, config.data, tokenizer)
-        self._check_vocabulary(config.data.train, train)
-        self.source = PromptSource(
-            train.prompts, seed=config.run.seed, shuffle=config.data.shuffle
-        )
-        self.eval_prompts: tuple[Prompt, ...] = ()
-        if config.data.eval is not None:
-            held_out = load_prompts(
-                config.data.eval, config.data, tokenizer, limit=config.eval.limit
-            )
-            self._check_vocabulary(config.data.eval, held_out)
-            self.eval_prompts = held_out.prompts
-        check_golds(config.reward, [*train.prompts, *self.eval_prompts])
-        self.stop_ids = self._stop_ids(folder, tokenizer, config.rollout.stop_token_ids or [])
-        if train.dropped:
-            log.info("%s: %d rows dropped as too long", config.data.train, len(train.dropped))
-
-    def _check_vocabulary(self, path: str, loaded: LoadedPrompts) -> None:
-        size = self._model.get("vocab_size")
-        if isinstance(size, int) and loaded.max_token_id >= size:
-            raise ConfigError(
-                f"{path}: the tokenizer gives token id {loaded.max_token_id}, but the model's "
-                f"vocabulary has {size}: tokenizer and model don't belong together"
-            )
-
-    def _stop_ids(self, folder: Path, tokenizer: Any, extra: list[int]) -> frozenset[int]:
-        """Every end-of-sequence id that model, generation config, tokenizer or config names."""
-        found: set[int] = set(extra)
-        generation = _read_json(folder / "generation_config.json", needed=False)
-        for ids in (self._model.get("eos_token_id"), generation.get("eos_token_id"),
-                    tokenizer.eos_token_id):
-            if isinstance(ids, list):
-                found.update(ids)
-            elif isinstance(ids, int):
-                found.add(ids)
-        return frozenset(found)
-
-
-def _read_json(path: Path, needed: bool) -> dict[str, Any]:
-    if not path.is_file():
-        if needed:
-            raise ConfigError(f"`model.path`: {path} doesn't exist: not a Hugging Face folder")
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`model.path`: {path} can't be read: {error}") from None
-
-
-def _check_context(config: Config, model: dict[str, Any]) -> None:
-    limit = model.get("max_position_embeddings")
-    longest = int(max(values(config.rollout.max_response_length)))
-    needed = config.data.max_prompt_tokens + longest
-    if isinstance(limit, int) and needed > limit:
-        raise ConfigError(
-            f"`data.max_prompt_tokens: {config.data.max_prompt_tokens}` + "
-            f"`rollout.max_response_length: {longest}` = {needed} is over the model's context of "
-            f"{limit} tokens"
-        )
 
 
 class Reporter:
@@ -182,9 +104,7 @@ class Reporter:
         """The live status looks by itself."""
 
     def _sample(self, kind: str, version: int, sample: SampleText) -> None:
-        self._folder.append_json(
-            "samples.jsonl", {"step": version, "kind": kind, **asdict(sample)}
-        )
+        self._folder.append_json("samples.jsonl", {"step": version, "kind": kind, **asdict(sample)})
 
     def _write(self, step: int, numbers: dict[str, float]) -> None:
         for sink in self._sinks:
@@ -237,11 +157,11 @@ async def _train_on(
         reporter = Reporter(config, folder, lambda: status)
         pipeline = Pipeline(
             config,
-            inputs.source,
+            PromptSource(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle),
             workers,
             learner,
             reporter,
-            inputs.eval_prompts,
+            inputs.held_out,
             inputs.stop_ids,
         )
         status = Status(
@@ -251,6 +171,8 @@ async def _train_on(
             lambda: f"{pipeline.doing}; {pipeline.fleet.describe()}",
         )
         reason = "internal"
+        # The prompts live as long as the run: the garbage collector need not look at them again.
+        gc.freeze()
         try:
             await learner.start()
             await _until_signal(pipeline.run())
@@ -260,7 +182,18 @@ async def _train_on(
             raise
         finally:
             status.close()
-            await _finish(config, folder, pipeline, learner, workers, ray, reason, started, console)
+            await _finish(
+                config,
+                folder,
+                pipeline,
+                learner,
+                workers,
+                ray,
+                reason,
+                started,
+                console,
+                inputs.cpu_s,
+            )
             reporter.close()
 
 
@@ -296,6 +229,7 @@ async def _finish(
     reason: str,
     started: float,
     console: Console,
+    inputs_cpu_s: float,
 ) -> None:
     """Save what was learned, write the summary, close workers and learner."""
     if pipeline.queue.version > 0:
@@ -307,6 +241,7 @@ async def _finish(
             if reason == "done":
                 raise
     cpu_s, payload_bytes = await _costs(learner, workers, ray)
+    cpu_s["data"] = inputs_cpu_s
     summary = summarise(config, pipeline, reason, time.monotonic() - started, cpu_s)
     summary["payload_bytes"] = payload_bytes
     folder.write_json("summary.json", summary)
@@ -342,8 +277,8 @@ async def _costs(learner: Any, workers: list[Any], ray: Any) -> tuple[dict[str, 
     try:
         *ranks, store = await learner.health()
         rollouts = [await worker.health() for worker in workers]
-    except Exception as error:
-        # Costs of dead processes are not known; the summary is written all the same.
+    except Exception as error:  # noqa: BLE001 - the summary is written all the same
+        # Costs of dead processes are not known.
         log.debug("no costs: %s", error)
         return cpu_s, payload_bytes
     for kind, reports in (("learner", ranks), ("payload_store", [store]), ("workers", rollouts)):

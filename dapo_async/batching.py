@@ -101,9 +101,9 @@ def plan_batch(config: Config, version: int, metas: Sequence[GroupMeta]) -> Batc
         ValueError: a sample is longer than the micro-batch cap.
     """
     metas = sorted(metas, key=lambda meta: meta.lease_id)
-    advantages = dapo.step_advantages(
-        [final_rewards(meta) for meta in metas], config.algorithm.advantage
-    )
+    kind = config.algorithm.advantage
+    assert kind != "gae", "the configuration refuses it"
+    advantages = dapo.step_advantages([final_rewards(meta) for meta in metas], kind)
     count = min(config.learner.minibatches, len(metas))
     minibatches: list[Minibatch] = []
     for index in range(count):
@@ -161,9 +161,8 @@ def permuted_rewards(meta: GroupMeta, seed: int) -> GroupMeta:
     """The control: rewards dealt at random within the group, so that nothing can be learned."""
     import numpy as np  # the only random choice of the driver
 
-    order: list[int] = np.random.default_rng((seed, meta.lease_id.draw_id.position)).permutation(
-        len(meta.scores_G)
-    ).tolist()
+    random = np.random.default_rng((seed, meta.lease_id.draw_id.position))
+    order: list[int] = random.permutation(len(meta.scores_G)).tolist()
 
     def deal(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(values[i] for i in order)

@@ -86,8 +86,9 @@ def quickstart(
 ) -> None:
     """Make the toy task (cached) and train on it: the whole system in a few minutes."""
     toy = Path(".cache") / f"quickstart-seed{seed}"
+    command = [sys.executable, "-m", "dapo_async.cli", "make-toy"]
     subprocess.run(
-        [sys.executable, "-m", "dapo_async.cli", "make-toy", "--out", str(toy), "--seed", str(seed)],
+        [*command, "--out", str(toy), "--seed", str(seed)],
         check=True,
         timeout=3600,
     )

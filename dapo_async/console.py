@@ -124,8 +124,10 @@ def result_table(
         ("learner steps", f"{summary['steps']}"),
         ("wall / CPU seconds", f"{summary['wall_s']:.0f} / {sum(summary['cpu_s'].values()):.0f}"),
         ("rollout tokens/s", f"{summary['rollout_tokens_per_s']:,.0f}"),
-        ("learner / workers idle", f"{summary['idle_share']['learner']:.0%} / "
-                                   f"{summary['idle_share']['workers']:.0%}"),
+        (
+            "learner / workers idle",
+            f"{summary['idle_share']['learner']:.0%} / {summary['idle_share']['workers']:.0%}",
+        ),
         ("staleness (samples by age)", f"{ages or '-'}  (bound {summary['max_staleness']})"),
         ("groups drawn = trained", f"{ledger['drawn']} = {ledger['trained']}"),
         ("  + filtered", ", ".join(f"{k} {v}" for k, v in ledger["filtered"].items())),

@@ -31,6 +31,7 @@ import asyncio
 import contextlib
 import logging
 import operator
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
@@ -155,6 +156,10 @@ class Pipeline:
         self._judged = 0
         self._judgements_failed = 0
         self._starved_since: float | None = None
+        self._draining = False
+        """No new draws, so that a short batch leaves nobody behind (`starvation: train_short`)."""
+        self._overdue: Counter[str] = Counter()
+        """Groups that were overdue, by row."""
         self._commit: asyncio.Task[None] | None = None
         self._committing = 0
         """The version whose snapshot is being made visible; 0 for none."""
@@ -215,9 +220,7 @@ class Pipeline:
         self.doing = "done"
 
     async def _train_one(self, formed: FormedBatch) -> None:
-        metas = [self._metas.pop(draw_id) for draw_id in formed.groups]
-        for draw_id in formed.groups:
-            del self._draws[draw_id]
+        metas = [self._metas[draw_id] for draw_id in formed.groups]
         batch = batching.plan_batch(self.config, formed.step, metas)
         self.doing = f"training step {formed.step}"
         self.stats.learner_busy(self._now())
@@ -226,6 +229,8 @@ class Pipeline:
         )
         self.stats.learner_idle(self._now())
         version = self.queue.trained()
+        for draw_id in formed.groups:
+            del self._metas[draw_id], self._draws[draw_id]
         self._progress()
         self._room.set()
         self.observer.on_step(
@@ -244,17 +249,13 @@ class Pipeline:
             formed = self.queue.form_batch() or self._starving()
             if formed is not None:
                 self._starved_since = None
+                self._drain(False)
                 await self._release(formed.surplus)
                 return formed
             timeout = self.config.rollout.group_timeout
             late, next_overdue = self.queue.overdue(self._now(), timeout)
             for draw_id in late:
-                log.warning(
-                    "%s is overdue: no answer for %g s; dropped",
-                    self._draws[draw_id].prompt.row_id,
-                    timeout,
-                )
-                self.queue.drop(draw_id, "overdue")
+                self._drop_overdue(draw_id)
             if late:
                 await self._release(late)
                 continue
@@ -267,6 +268,17 @@ class Pipeline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._groups_changed.wait()
+
+    def _drop_overdue(self, draw_id: DrawId) -> None:
+        """Give up a group that doesn't answer, and its row once that has happened too often."""
+        row_id = self._draws[draw_id].prompt.row_id
+        timeout = self.config.rollout.group_timeout
+        log.warning("%s is overdue: no answer for %g s; dropped", row_id, timeout)
+        self.queue.drop(draw_id, "overdue")
+        self._overdue[row_id] += 1
+        if self._overdue[row_id] >= self.config.rollout.max_attempts:
+            log.warning("%s was overdue %d times: set aside", row_id, self._overdue[row_id])
+            self.source.quarantine(row_id)
 
     def _starving(self) -> FormedBatch | None:
         """Apply `filter.starvation` once too many groups were filtered while waiting."""
@@ -292,8 +304,17 @@ class Pipeline:
         if first:
             log.warning("starving (filter.starvation: %s): %s", rules.starvation, state)
         if rules.starvation == "train_short":
+            # With nothing kept yet there is no step to make: draw on.
+            self._drain(self.queue.ready > 0)
             return self.queue.form_batch(short=True)
         return None
+
+    def _drain(self, on: bool) -> None:
+        """Stop or resume drawing. Slots refilled at once would keep a short batch from ever being
+        legal under a tight bound: there would always be groups that the next steps can't take."""
+        if self._draining and not on:
+            self._room.set()
+        self._draining = on
 
     def _groups_wanted(self) -> int:
         return self.queue.groups_per_step(min(self.queue.step, self.steps - 1))
@@ -362,7 +383,9 @@ class Pipeline:
         log.warning("publishing version %d failed (%s); it is tried again", version, error)
         self._publish_failures += 1
         if self._publish_failures >= self.config.weights.max_publish_failures:
-            raise StalledError(f"publishing failed {self._publish_failures} times in a row: {error}")
+            raise StalledError(
+                f"publishing failed {self._publish_failures} times in a row: {error}"
+            )
         await asyncio.sleep(PUBLISH_RETRY_S)
 
     async def _settle_commit(self) -> None:
@@ -386,16 +409,19 @@ class Pipeline:
 
     def _target_version(self) -> int:
         """The version workers should serve: the newest, or `weights.delay` behind it while there
-        is something left to train."""
+        is something left to train. Where that one was never published, the next newer."""
         done = self.queue.version >= self.steps
-        newest = self.published - (0 if done else self.config.weights.delay)
-        return max((version for version in self._manifests if version <= newest), default=0)
+        wanted = self.published - (0 if done else self.config.weights.delay)
+        if wanted <= 0:
+            return 0
+        return min(version for version in self._manifests if version >= wanted)
 
     # ---- workers -------------------------------------------------------------------------------
 
     async def _serve(self, worker: Worker) -> None:
         """Keep one worker going: start, then send, collect and update until it is lost."""
         pause = 1.0
+        left: list[LeaseId] = []
         while True:
             try:
                 version = await within(
@@ -404,6 +430,9 @@ class Pipeline:
                     WorkerLost,
                     f"the start of {worker.name}",
                 )
+                if left:  # its earlier life, over now, may have stored payloads it never told of
+                    await self.learner.discard(left)
+                    left = []
                 await self._proven(worker, version)
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._send(worker))
@@ -413,21 +442,24 @@ class Pipeline:
                 error = first_cause(failure)
                 if not isinstance(error, WorkerLost):
                     raise error from failure
-                self._lose(worker, error)
+                left += self._lose(worker, error)
             if worker.restarts > self.config.rollout.max_restarts:
                 self._retire(worker)
                 return
             await asyncio.sleep(pause)
             pause = min(60.0, 2 * pause)
 
-    def _lose(self, worker: Worker, error: WorkerLost) -> None:
+    def _lose(self, worker: Worker, error: WorkerLost) -> list[LeaseId]:
+        """Returns the leases it held."""
         log.warning("%s is lost: %s", worker.name, error)
         worker.last_error = str(error)
-        for lease in self.fleet.lose(worker, self._now()):
-            self._give_up_or_lose(lease.lease_id, "worker_lost")
+        leases = [lease.lease_id for lease in self.fleet.lose(worker, self._now())]
+        for lease_id in leases:
+            self._give_up_or_lose(lease_id, "worker_lost")
         worker.restarts += 1
         self._room.set()
         self._groups_changed.set()
+        return leases
 
     def _retire(self, worker: Worker) -> None:
         worker.retired = True
@@ -452,16 +484,22 @@ class Pipeline:
 
     async def _collect(self, worker: Worker) -> None:
         while True:
+            older: list[int] = []
             for result in await worker.port.collect():
                 self.fleet.landed(worker, result.lease_id, self._now())
                 if isinstance(result, LeaseFailure):
                     self._on_failure(result)
-                else:
-                    await self._on_group(result)
+                elif not await self._on_group(result):
+                    older.append(result.oldest_version)
                 self._progress()
             self._room.set()
             self._groups_changed.set()
             self.observer.on_change()
+            if older:
+                # It would spoil every further group it got, and be given most: it is the idlest.
+                raise WorkerLost(
+                    f"answers with tokens of version {min(older)}, older than the version it proved"
+                )
 
     async def _update(self, worker: Worker) -> None:
         while True:
@@ -518,7 +556,10 @@ class Pipeline:
                 if worker is not None and worker.version is not None:
                     lease_id = self.queue.reissue(draw_id, worker.version, self._now())
                     self._post(worker, Lease(lease_id=lease_id, draw=self._draws[draw_id]))
-            while (worker := self.fleet.choose(self.queue.can_admit)) is not None:
+            while not self._draining:
+                worker = self.fleet.choose(self.queue.can_admit)
+                if worker is None:
+                    break
                 assert worker.version is not None
                 epoch, position, prompt = self.source.draw()
                 draw_id = DrawId(self.config.run.name, epoch, position)
@@ -536,18 +577,22 @@ class Pipeline:
 
     # ---- results -------------------------------------------------------------------------------
 
-    async def _on_group(self, meta: GroupMeta) -> None:
+    async def _on_group(self, meta: GroupMeta) -> bool:
+        """Take a group in. False: it has tokens older than its lease allows; it is issued again
+        and its worker can't be trusted."""
         lease_id = meta.lease_id
         if not self.queue.is_current(lease_id):
             self.queue.ledger.late += 1
-            await self.learner.discard([lease_id])
-            return
+            kept = self._metas.get(lease_id.draw_id)
+            if kept is None or kept.lease_id != lease_id:  # else the payload is that of `kept`
+                await self.learner.discard([lease_id])
+            return True
         self._judged += len(meta.statuses_G)
         failed = sum(status != "ok" for status in meta.statuses_G)
         self.stats.group(meta)
         if failed:
             self._reward_failed(meta, failed)
-            return
+            return True
         if self.config.reward.permute:
             meta = batching.permuted_rewards(meta, self.config.run.seed)
         verdict = batching.verdict(self.config, meta)
@@ -557,9 +602,10 @@ class Pipeline:
         elif self.queue.complete(lease_id, meta.oldest_version):
             self._metas[lease_id.draw_id] = meta
         else:
-            log.error("%s answers with tokens older than its proven version", meta.worker_id)
             await self.learner.discard([lease_id])
             self._give_up_or_lose(lease_id, "too_old")
+            return False
+        return True
 
     def _reward_failed(self, meta: GroupMeta, failed: int) -> None:
         self._judgements_failed += failed
@@ -679,9 +725,7 @@ def _is_newer(version: int, published: int, interval: int) -> bool:
     return version > published
 
 
-async def within(
-    seconds: float, work: Awaitable[T], error: type[Exception], what: str
-) -> T:
+async def within(seconds: float, work: Awaitable[T], error: type[Exception], what: str) -> T:
     """Await with a deadline; raises `error`, saying what was waited for."""
     try:
         async with asyncio.timeout(seconds):

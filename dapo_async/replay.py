@@ -185,9 +185,7 @@ class ReplayQueue:
         """The one test: can `due` groups by deadline all be trained in time from `step` on?"""
         return self._first_violation(step, due, slack) is None
 
-    def _first_violation(
-        self, step: int, due: Mapping[int, int], slack: float = 1.0
-    ) -> int | None:
+    def _first_violation(self, step: int, due: Mapping[int, int], slack: float = 1.0) -> int | None:
         total = 0
         for deadline in sorted(due):
             total += due[deadline]

@@ -194,9 +194,7 @@ class Schema:
 
         # A tuple of records travels as one array per field, which is coded in bulk.
         column_codecs = [codec.columns or _items(codec, tuple, _SEQUENCES) for codec in codecs]
-        return Codec(
-            encode_record, decode_record, kind, Codec(encode_records, decode_records)
-        )
+        return Codec(encode_record, decode_record, kind, Codec(encode_records, decode_records))
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from dapo_async import evaluation
 from dapo_async.fleet import Fleet
-from dapo_async.replay import ReplayQueue
 from dapo_async.metrics import group_metrics
+from dapo_async.replay import ReplayQueue
 from dapo_async.types import Batch, EvalOutcomes, EvalReport, GroupMeta, StepReport
 
 

@@ -1,6 +1,7 @@
 """The records that flow through a run, one per stage, in the order of the flow:
 
-    Prompt → Draw → Lease → Completion → Trajectory → Group → GroupMeta → Batch → StepReport → WeightVersion
+    Prompt → Draw → Lease → Completion → Trajectory → Group → GroupMeta → Batch → StepReport
+    → WeightVersion
 
 Every record is frozen and complete when it is made: nothing is "filled in later". A record that
 crosses a process border travels as a msgpack frame (see `dapo_async.journal`), so fields hold
@@ -58,7 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one draw is sampled. The same object configures the engine and the learner's log-probs."""
+    """How one draw is sampled. One object configures the engine and the learner's log-probs."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -107,7 +108,8 @@ class Lease:
 
 
 FinishReason = Literal["stop", "length", "abort"]
-"""stop: a stop id or stop string was sampled. length: max_response_tokens reached. abort: cut off."""
+"""stop: a stop id or stop string was sampled. length: max_response_tokens reached. abort: cut
+off."""
 
 RewardStatus = Literal["ok", "timeout", "error", "invalid"]
 """timeout, error and invalid are failures of the environment, never a reward of 0."""

@@ -7,6 +7,7 @@ can't overlap; making a snapshot visible runs beside them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -91,9 +92,7 @@ class LearnerRank:
     async def snapshot(self, version: int) -> str:
         """Copy the weights aside; returns why it failed, or nothing."""
         try:
-            future = await self._run(
-                lambda: self._publisher.publish(version, self._trainer.model)
-            )
+            future = await self._run(lambda: self._publisher.publish(version, self._trainer.model))
         except (OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         self._pending[version] = future
@@ -140,7 +139,12 @@ class RayLearner:
     """
 
     def __init__(
-        self, config: Config, tree: dict[str, Any], store: Any, weights: str, options: dict[str, Any]
+        self,
+        config: Config,
+        tree: dict[str, Any],
+        store: Any,
+        weights: str,
+        options: dict[str, Any],
     ) -> None:
         self._config = config
         self._store = store
@@ -189,10 +193,8 @@ class RayLearner:
 
     async def close(self) -> None:
         """End the ranks; dead ones are no error."""
-        try:
+        with contextlib.suppress(RunError):
             await self._call(_all([actor.close.remote() for actor in self._actors]), 10.0)
-        except RunError:
-            pass
         for actor in self._actors:
             ray.kill(actor)
 

@@ -110,9 +110,7 @@ class FakePrompts:
         self.position += 1
         if self.returned:
             return 0, position, self.returned.pop(0)
-        return 0, position, Prompt(
-            row_id=f"row{position}", text="1=", token_ids=(5, 6), answer="1"
-        )
+        return 0, position, Prompt(row_id=f"row{position}", text="1=", token_ids=(5, 6), answer="1")
 
     def put_back(self, prompt: Prompt) -> None:
         self.returned.append(prompt)
@@ -146,10 +144,14 @@ class FakeWorker:
         self.alive = False
 
     async def start(self) -> int:
+        for task in self.tasks.values():
+            task.cancel()  # a process of an earlier life would be killed
+        self.tasks.clear()
         await asyncio.sleep(self.random.uniform(0.1, 5.0))
         self.starts += 1
         self.version = 0
         self.alive = True
+        self.updating = False
         self.results.clear()
         self.news.clear()
         return self.version
@@ -287,7 +289,9 @@ class FakeLearner:
         self.batches.append(batch)
         await asyncio.sleep(self.world.train_s * self.random.uniform(0.5, 1.5))
         self.version += 1
-        tokens = sum(s.tokens for m in batch.minibatches for r in m.micro_batches for b in r for s in b)
+        tokens = sum(
+            s.tokens for m in batch.minibatches for r in m.micro_batches for b in r for s in b
+        )
         return StepReport(
             version=self.version, metrics={}, trained_tokens=tokens, staleness=dict(ages)
         )

@@ -40,6 +40,7 @@ class Command:
             text=True,
             cwd=cwd,
             env=environment,
+            start_new_session=True,
         )
         self.output = ""
 
@@ -145,9 +146,11 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(
     tree = tiny_run(tiny, "long", tmp_path, trainer={"steps": 100_000})
     command = Command("train", write(tmp_path / "run.yaml", tree))
     running(tmp_path / "long", lambda rows: len(rows) >= 2, command)
-    # As a terminal does: the signal goes to the main process first.
     sent = time.monotonic()
-    command.process.send_signal(number)
+    if number == signal.SIGINT:  # as a terminal does: to every process of the group
+        os.killpg(command.process.pid, number)
+    else:
+        command.process.send_signal(number)
     assert command.wait(60) == 128 + number
     assert time.monotonic() - sent < 30
     assert command.leftovers() == []

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from dapo_async import app, batching, dapo
 from dapo_async.config import Config, validate
+from dapo_async.inputs import Inputs, read_here
+from dapo_async.prompts import PromptSource
 from dapo_async.types import DrawId, Group, GroupMeta, LeaseId, Trajectory
 from tests.system.conftest import tiny_run
 
@@ -41,10 +43,10 @@ def deterministic_run(tiny: Path, folder: Path) -> Config:
 def sequential_reference(config: Config, out: str) -> None:
     """Runs in a process of its own: the same engine and DeepSpeed as the real run."""
     torch.set_num_threads(1)
-    asyncio.run(_sequential(config, app.Inputs(config), Path(out)))
+    asyncio.run(_sequential(config, read_here(config), Path(out)))
 
 
-async def _sequential(config: Config, inputs: app.Inputs, out: Path) -> None:
+async def _sequential(config: Config, inputs: Inputs, out: Path) -> None:
     from actors.torch_engine import TorchEngine
     from dapo_async.codec import encode
     from dapo_async.weights import WeightStore
@@ -63,6 +65,7 @@ async def _sequential(config: Config, inputs: app.Inputs, out: Path) -> None:
     await engine.start()
     trainer = Trainer(config)
     tokenizer = _tokenizer(config)
+    source = PromptSource(inputs.train, seed=config.run.seed)
     frames: list[bytes] = []
     with WeightStore.create() as store:
         publisher = Publisher(store)
@@ -70,7 +73,7 @@ async def _sequential(config: Config, inputs: app.Inputs, out: Path) -> None:
             metas: list[GroupMeta] = []
             groups: dict[DrawId, Group] = {}
             while len(metas) < 4:
-                epoch, position, prompt = inputs.source.draw()
+                epoch, position, prompt = source.draw()
                 draw_id = DrawId(config.run.name, epoch, position)
                 draw = batching.stamp_draw(config, draw_id, prompt, inputs.stop_ids, version)
                 completions = await engine.generate(

@@ -47,7 +47,7 @@ def test_a_synchronous_queue_admits_one_steps_groups_and_no_more() -> None:
         admit(q, 2)
 
 
-def test_a_synchronous_queue_admits_nothing_while_training_until_workers_have_the_new_version() -> None:
+def test_a_synchronous_queue_admits_only_workers_that_have_the_version_just_trained() -> None:
     q = queue(eta=0, groups=2)
     admit(q, 0, 1)
     complete(q, 0, 1)
@@ -254,7 +254,9 @@ def test_an_unbalanced_ledger_is_noticed() -> None:
         ledger.check()
 
 
-@pytest.mark.parametrize(("version", "oldest", "ok"), [(5, 5, True), (5, 3, True), (5, 2, False), (5, 6, False)])
+@pytest.mark.parametrize(
+    ("version", "oldest", "ok"), [(5, 5, True), (5, 3, True), (5, 2, False), (5, 6, False)]
+)
 def test_the_gate_passes_only_samples_within_the_bound(version: int, oldest: int, ok: bool) -> None:
     if ok:
         assert gate(version, oldest, 2, "sample") == version - oldest

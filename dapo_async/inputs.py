@@ -1,0 +1,127 @@
+"""Everything a run reads, checked before anything is started.
+
+Reading and tokenising happen in a child process that ends with it: transformers takes seconds of
+CPU and hundreds of megabytes that the driver has no other use for.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_async.config import Config, values
+from dapo_async.errors import ConfigError
+from dapo_async.prompts import LoadedPrompts, load_prompts
+from dapo_async.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run draws from."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    """Evaluation prompts; empty without `data.eval`."""
+    stop_ids: frozenset[int]
+    """Every token id that ends a response."""
+    dropped: int
+    """Training rows left out as too long."""
+    cpu_s: float
+    """What reading took."""
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Check and read model folder, data and ground truths.
+
+    Raises:
+        ConfigError: one of them can't be used; names file, row and field.
+    """
+    _check_quickly(config)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as child:
+        return child.submit(read_here, config).result()
+
+
+def read_here(config: Config) -> Inputs:
+    """`read_inputs` in this process."""
+    from transformers import AutoTokenizer
+
+    from dapo_async.rewards.pool import check_golds
+
+    folder = Path(config.model.path)
+    model = _check_quickly(config)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    train = load_prompts(config.data.train, config.data, tokenizer)
+    _check_vocabulary(config.data.train, train, model)
+    held_out: tuple[Prompt, ...] = ()
+    if config.data.eval is not None:
+        loaded = load_prompts(config.data.eval, config.data, tokenizer, limit=config.eval.limit)
+        _check_vocabulary(config.data.eval, loaded, model)
+        held_out = loaded.prompts
+    check_golds(config.reward, [*train.prompts, *held_out])
+    return Inputs(
+        train=train.prompts,
+        held_out=held_out,
+        stop_ids=_stop_ids(folder, model, tokenizer, config.rollout.stop_token_ids or []),
+        dropped=len(train.dropped),
+        cpu_s=time.process_time(),
+    )
+
+
+def _check_quickly(config: Config) -> dict[str, Any]:
+    """What needs no tokenizer; returns the model's config.json."""
+    model = _read_json(Path(config.model.path) / "config.json", needed=True)
+    limit = model.get("max_position_embeddings")
+    longest = int(max(values(config.rollout.max_response_length)))
+    needed = config.data.max_prompt_tokens + longest
+    if isinstance(limit, int) and needed > limit:
+        raise ConfigError(
+            f"`data.max_prompt_tokens: {config.data.max_prompt_tokens}` + "
+            f"`rollout.max_response_length: {longest}` = {needed} is over the model's context of "
+            f"{limit} tokens"
+        )
+    for path in filter(None, (config.data.train, config.data.eval)):
+        if not Path(path).is_file():
+            raise ConfigError(f"the data file {path} doesn't exist")
+    return model
+
+
+def _check_vocabulary(path: str, loaded: LoadedPrompts, model: dict[str, Any]) -> None:
+    size = model.get("vocab_size")
+    if isinstance(size, int) and loaded.max_token_id >= size:
+        raise ConfigError(
+            f"{path}: the tokenizer gives token id {loaded.max_token_id}, but the model's "
+            f"vocabulary has {size}: tokenizer and model don't belong together"
+        )
+
+
+def _stop_ids(
+    folder: Path, model: dict[str, Any], tokenizer: Any, extra: list[int]
+) -> frozenset[int]:
+    """Every end-of-sequence id that model, generation config, tokenizer or config names."""
+    generation = _read_json(folder / "generation_config.json", needed=False)
+    named: list[Any] = [
+        model.get("eos_token_id"),
+        generation.get("eos_token_id"),
+        tokenizer.eos_token_id,
+    ]
+    found: set[int] = set(extra)
+    for ids in named:
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def _read_json(path: Path, needed: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if needed:
+            raise ConfigError(f"`model.path`: {path} doesn't exist: not a Hugging Face folder")
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`model.path`: {path} can't be read: {error}") from None
