@@ -1,4 +1,4 @@
-"""The driver's side of rollout workers on Ray: start, call, restart; `RayWorker` is a WorkerPort."""
+"""The driver's side of rollout workers on Ray. `RayWorker`, a WorkerPort, starts and calls one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RayWorker:
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor = self._make()
-        return int(await self._call(self._actor.start.remote()))
+        return _version(await self._call(self._actor.start.remote()))
 
     async def submit(self, leases: Sequence[Lease]) -> None:
         frames = [encode(lease) for lease in leases]
@@ -78,7 +78,7 @@ class RayWorker:
         answer: dict[str, Any] = await self._call(self._actor.update.remote(encode(manifest)))
         if "refused" in answer:
             raise UpdateRefusedByWorker(answer["refused"])
-        return int(answer["version"])
+        return _version(answer["version"])
 
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         frames = [encode(prompt) for prompt in prompts]
@@ -104,6 +104,14 @@ class RayWorker:
             raise WorkerLost(f"no answer within {timeout_s:g} s") from error
         except RayError as error:
             raise WorkerLost(_reason(error)) from error
+
+
+def _version(reported: Any) -> int:
+    """A version that may be compared with others. Anything else, a path, text or -1 for "unknown",
+    must not be mistaken for one: the worker gets no work."""
+    if type(reported) is not int or reported < 0:
+        raise WorkerLost(f"reports version {reported!r}, which is no whole number ≥ 0")
+    return reported
 
 
 def _reason(error: RayError) -> str:

@@ -155,6 +155,7 @@ class RolloutWorker:
     async def _group(self, lease: Lease) -> GroupMeta:
         draw = lease.draw
         started = time.monotonic()
+        version = self._engine.health().version
         completions = await self._engine.generate(
             request_id=f"{draw.draw_id.position}.{lease.lease_id.attempt}",
             prompt_ids=draw.prompt.token_ids,
@@ -167,7 +168,6 @@ class RolloutWorker:
         rewards = await self._rewards.judge_group(draw.prompt, texts, cut)
         judged = time.monotonic()
         penalties = [self._penalty(draw, completion.token_ids_T.size) for completion in completions]
-        version = self._engine.health().version
         meta = GroupMeta(
             lease_id=lease.lease_id,
             worker_id=self._name,
@@ -213,7 +213,13 @@ class RolloutWorker:
         )
         frame = encode(group)
         self._payload_bytes += len(frame)
-        await self._store.put.remote(encode(lease.lease_id), frame)
+        key = encode(lease.lease_id)
+        try:
+            await self._store.put.remote(key, frame)
+        except asyncio.CancelledError:
+            # Taken back on the way: nobody will hear of this payload, so nobody would release it.
+            self._store.discard.remote([key])
+            raise
 
     def _penalty(self, draw: Draw, tokens: int) -> float:
         overlong = self._config.overlong_or_off

@@ -134,7 +134,7 @@ def _plan_minibatch(
             samples.append(
                 SampleRef(
                     draw_id=meta.lease_id.draw_id,
-                    index=index,
+                    trajectory_index=index,
                     tokens=meta.prompt_tokens + tokens,
                     advantage=advantages_G[index],
                     trained=trained,

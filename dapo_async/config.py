@@ -7,7 +7,6 @@ path would ignore is refused, so that a run does what its file says. `null` mean
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dapo_async.config_files import apply_override, problems, read_tree
 from dapo_async.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0)]
@@ -632,9 +632,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: unreadable file, unknown key, wrong type, broken rule; every problem found
             is named with its field, value and rule.
     """
-    tree = _read_tree(Path(path), inherited=False)
+    tree = read_tree(Path(path))
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return validate(tree)
 
 
@@ -647,8 +647,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = _problems(error)
-        raise ConfigError("\n".join(["the configuration is refused:", *problems])) from None
+        raise ConfigError("\n".join(["the configuration is refused:", *problems(error)])) from None
 
 
 def dump(config: Config) -> str:
@@ -677,93 +676,3 @@ def _drop_ignored(config: Section, tree: dict[str, Any]) -> None:
                 del tree[name]
     if isinstance(config, Config) and config.data.eval is None:
         tree.pop("eval", None)
-
-
-def _read_tree(path: Path, inherited: bool) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the config file {path} is not UTF-8 text") from None
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ConfigError(f"{path} must hold a mapping of sections")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    if inherited:
-        raise ConfigError(f"{path}: `base: {base}`: a base file can't have a base of its own")
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: `base: {base}` must be the path of one YAML file")
-    return _merge(_read_tree(path.parent / base, inherited=True), tree)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both else value
-    return merged
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    path = key.split(".")
-    if not equals or not all(path):
-        raise ConfigError(f"override `{override}` must look like section.field=value")
-    node = tree
-    for part in path[:-1]:
-        child = node.get(part)
-        if child is None:
-            child = node[part] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"override `{override}`: `{part}` is a value, not a section")
-        node = child
-    node[path[-1]] = _parse_value(text)
-
-
-def _parse_value(text: str) -> Any:
-    """JSON where it is JSON (numbers, true, null, lists), else text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _problems(error: ValidationError) -> list[str]:
-    lines: list[str] = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"] if part not in _UNION_ARMS)
-        message = problem["msg"].removeprefix("Value error, ")
-        value = problem.get("input")
-        if problem["type"] == "extra_forbidden":
-            message = f"unknown key (value {value!r})"
-        elif problem["type"] == "missing":
-            message = "is required"
-        elif problem["type"] != "value_error":
-            message = f"{value!r}: {message}"
-            if isinstance(value, str) and _is_number(value) and "e" in value.lower():
-                message += (
-                    f" — {value} is text here; YAML 1.1 reads numbers like 1e-6 as text, "
-                    "write 1.0e-6 without quotes"
-                )
-        line = f"  {where}: {message}" if where else f"  {message}"
-        if line not in lines:
-            lines.append(line)
-    return lines
-
-
-_UNION_ARMS = {"float", "Ramp", "list[Stage]", "int"}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

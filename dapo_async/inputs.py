@@ -12,8 +12,9 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from dapo_async.chat import Tokenizer
 from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError
 from dapo_async.prompts import LoadedPrompts, load_prompts
@@ -55,7 +56,7 @@ def read_here(config: Config) -> Inputs:
 
     folder = Path(config.model.path)
     model = _check_quickly(config)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer: Tokenizer = cast(Any, AutoTokenizer).from_pretrained(folder, local_files_only=True)
     train = load_prompts(config.data.train, config.data, tokenizer)
     _check_vocabulary(config.data.train, train, model)
     held_out: tuple[Prompt, ...] = ()
@@ -101,7 +102,7 @@ def _check_vocabulary(path: str, loaded: LoadedPrompts, model: dict[str, Any]) -
 
 
 def _stop_ids(
-    folder: Path, model: dict[str, Any], tokenizer: Any, extra: list[int]
+    folder: Path, model: dict[str, Any], tokenizer: Tokenizer, extra: list[int]
 ) -> frozenset[int]:
     """Every end-of-sequence id that model, generation config, tokenizer or config names."""
     generation = _read_json(folder / "generation_config.json", needed=False)
@@ -112,7 +113,9 @@ def _stop_ids(
     ]
     found: set[int] = set(extra)
     for ids in named:
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        found.update(
+            cast(list[int], ids) if isinstance(ids, list) else [] if ids is None else [ids]
+        )
     return frozenset(found)
 
 

@@ -34,7 +34,7 @@ import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from dapo_async import batching
 from dapo_async.config import Config, at
@@ -738,5 +738,6 @@ def first_cause(failure: BaseException) -> BaseException:
     """The one failure of a group to report: a RunError if there is one, else the first."""
     if not isinstance(failure, BaseExceptionGroup):
         return failure
-    causes = [first_cause(inner) for inner in failure.exceptions]
+    group = cast(BaseExceptionGroup[BaseException], failure)
+    causes = [first_cause(inner) for inner in group.exceptions]
     return next((cause for cause in causes if isinstance(cause, RunError)), causes[0])

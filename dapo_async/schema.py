@@ -181,15 +181,17 @@ class Schema:
             if len(set(map(len, columns))) != 1:
                 raise Bad(f"the columns of {kind.__name__} must be equally long")
             if is_tuple:
-                records = tuple(map(cast(Any, kind)._make, zip(*columns, strict=True)))
+                make: Callable[[Any], Any] = cast(Any, kind)._make
+                records = tuple(map(make, zip(*columns, strict=True)))
             else:
                 records = tuple(
                     kind(**dict(zip(names, row, strict=False)))
                     for row in zip(*columns, strict=True)
                 )
-            for record in records if problem_of else ():
-                if problem := problem_of(record):
-                    raise Bad(problem).inside("[…]")
+            if problem_of is not None:
+                for record in records:
+                    if problem := problem_of(record):
+                        raise Bad(problem).inside("[…]")
             return records
 
         # A tuple of records travels as one array per field, which is coded in bulk.
@@ -391,7 +393,7 @@ def _all_plain(values: Any, kind: type[Any] | None) -> bool:
     long tuples of numbers. Anything else takes the careful way, value by value."""
     if kind is None or set(map(type, values)) != {kind}:
         return False
-    return kind is not int or (_INT_MIN <= min(values) and max(values) <= _INT_MAX)
+    return kind is not int or (min(values) >= _INT_MIN and max(values) <= _INT_MAX)
 
 
 def _items(item: Codec, build: Callable[[Any], Any], kinds: tuple[type[Any], ...]) -> Codec:

@@ -223,7 +223,7 @@ class SampleRef(NamedTuple):
     thousands and making a frozen dataclass costs several times as much."""
 
     draw_id: DrawId
-    index: int
+    trajectory_index: int
     """Its place in the group."""
     tokens: int
     """Prompt plus response tokens."""

@@ -74,7 +74,7 @@ def check_share(
             checked.add(ref.draw_id)
             _check_group(config, batch.version, group, vocab_size)
         _check_sample(config, batch.version, group, ref)
-        samples.append((ref, group.trajectories[ref.index].completion))
+        samples.append((ref, group.trajectories[ref.trajectory_index].completion))
     _check_values(samples, vocab_size)
 
 
@@ -82,7 +82,9 @@ def build(batch: Batch, groups: Mapping[DrawId, Group], refs: Sequence[SampleRef
     """Pack checked samples; without any, a dummy of two tokens and no response."""
     if not refs:
         return _dummy()
-    completions = [groups[ref.draw_id].trajectories[ref.index].completion for ref in refs]
+    completions = [
+        groups[ref.draw_id].trajectories[ref.trajectory_index].completion for ref in refs
+    ]
     packed = pack(
         [groups[ref.draw_id].prompt_token_ids for ref in refs],
         [completion.token_ids_T for completion in completions],
@@ -99,7 +101,7 @@ def build(batch: Batch, groups: Mapping[DrawId, Group], refs: Sequence[SampleRef
 
     return MicroBatch(
         packed=packed,
-        keys_S=tuple((ref.draw_id, ref.index) for ref in refs),
+        keys_S=tuple((ref.draw_id, ref.trajectory_index) for ref in refs),
         temperature=per_token(temperatures.tolist()) if mixed else float(temperatures[0]),
         behavior_R=torch.from_numpy(
             np.concatenate([c.logprobs_T for c in completions]).astype(np.float32)
@@ -131,7 +133,7 @@ def _dummy() -> MicroBatch:
 
 def _name(ref: SampleRef) -> str:
     run, epoch, position = ref.draw_id
-    return f"sample {ref.index} of draw {run}/{epoch}/{position}"
+    return f"sample {ref.trajectory_index} of draw {run}/{epoch}/{position}"
 
 
 def _check_group(config: Config, version: int, group: Group, vocab_size: int) -> None:
@@ -166,9 +168,9 @@ def _was_scheduled(config: Config, version: int, temperature: float) -> bool:
 
 
 def _check_sample(config: Config, version: int, group: Group, ref: SampleRef) -> None:
-    if not 0 <= ref.index < len(group.trajectories):
+    if not 0 <= ref.trajectory_index < len(group.trajectories):
         raise GateError(f"{_name(ref)}: the group has {len(group.trajectories)} samples")
-    completion = group.trajectories[ref.index].completion
+    completion = group.trajectories[ref.trajectory_index].completion
     tokens = len(completion.token_ids_T)
     lengths = (tokens, len(completion.logprobs_T), len(completion.versions_T))
     if len(set(lengths)) != 1:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -188,7 +189,7 @@ class Trainer:
         try:
             _check_plan(batch, self.version, self.world)
             once: dict[SampleKey, SampleRef] = {
-                (ref.draw_id, ref.index): ref
+                (ref.draw_id, ref.trajectory_index): ref
                 for minibatch in batch.minibatches
                 for refs in minibatch.micro_batches[self.rank]
                 for ref in refs
@@ -351,7 +352,7 @@ class Trainer:
         """Counts of each sample once, however many epochs train it: sums of weight 0."""
         counts: Counter[str] = Counter()
         for ref in share:
-            completion = groups[ref.draw_id].trajectories[ref.index].completion
+            completion = groups[ref.draw_id].trajectories[ref.trajectory_index].completion
             counts["learner/samples"] += 1
             counts["learner/tokens"] += ref.tokens
             if len(completion.versions_T):
@@ -444,20 +445,45 @@ def _start_engine(
         LOCAL_SIZE=str(world),
         MASTER_ADDR=master_addr,
     )
-    if master_port is not None:
-        os.environ["MASTER_PORT"] = str(master_port)
-    elif not torch.distributed.is_initialized():
-        if world > 1:
-            raise ValueError(f"master_port is needed for {world} ranks to meet")
-        os.environ["MASTER_PORT"] = "0"  # nobody else has to find it: any free port
+    backend = "nccl" if on_gpu else "gloo"
+    timeout = timedelta(seconds=config.learner.step_timeout_s)
+    if not torch.distributed.is_initialized():
+        store = _store(rank, world, master_addr, master_port, timeout)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timeout
+        )
     with warnings.catch_warnings():
         # DeepSpeed's start meets deprecations within torch, which are not ours to mend.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        return _initialize(config, policy, "nccl" if on_gpu else "gloo")
+        return _initialize(config, policy, backend, timeout)
 
 
-def _initialize(config: Config, policy: Policy, backend: str) -> Any:
+def _store(
+    rank: int, world: int, master_addr: str, master_port: int | None, timeout: timedelta
+) -> Any:
+    """Where the ranks meet. By itself torch listens on every interface; this one listens on
+    `master_addr` only, and a single rank not at all."""
+    if world == 1:
+        return torch.distributed.HashStore()
+    if master_port is None:
+        raise ValueError(f"master_port is needed for {world} ranks to meet")
+    if rank > 0:
+        return torch.distributed.TCPStore(
+            master_addr, master_port, world, is_master=False, timeout=timeout
+        )
+    listener = socket.create_server((master_addr, master_port))
+    return torch.distributed.TCPStore(
+        master_addr,
+        master_port,
+        world,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _initialize(config: Config, policy: Policy, backend: str, timeout: timedelta) -> Any:
     import deepspeed  # pyright: ignore[reportMissingTypeStubs]
 
     ds: Any = deepspeed
@@ -466,7 +492,7 @@ def _initialize(config: Config, policy: Policy, backend: str) -> Any:
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     ds.init_distributed(
         dist_backend=backend,
-        timeout=timedelta(seconds=config.learner.step_timeout_s),
+        timeout=timeout,
         verbose=False,
     )
     engine, *_ = ds.initialize(

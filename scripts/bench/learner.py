@@ -88,7 +88,9 @@ def make_work(size: dict[str, Any], version: int) -> tuple[Batch, dict[DrawId, G
             )
             advantage = float(rng.normal())
             tokens = len(prompt) + length
-            samples.append(SampleRef(draw_id=draw, index=index, tokens=tokens, advantage=advantage))
+            samples.append(
+                SampleRef(draw_id=draw, trajectory_index=index, tokens=tokens, advantage=advantage)
+            )
         groups[draw] = Group(
             lease_id=LeaseId(draw, 0),
             prompt_token_ids=prompt,

@@ -49,6 +49,16 @@ def calm(**changes: Any) -> World:
     return World(**{"filter_rate": 0.0, "straggler_rate": 0.0, **changes})
 
 
+def simulate(world: World, prepare: Callable[[Pipeline], None] | None = None) -> Outcome:
+    """Run a world; one that goes on for ever ends after an hour of its time."""
+
+    async def bounded() -> Outcome:
+        async with asyncio.timeout(3600.0):
+            return await run_world(world, prepare=prepare)
+
+    return run(bounded())
+
+
 def ports(pipeline: Pipeline) -> list[FakeWorker]:
     return [worker.port for worker in pipeline.fleet.workers]  # type: ignore[misc]
 
@@ -148,7 +158,7 @@ def test_a_reward_that_always_says_the_same_starves_the_run_with_counts(
         },
     )
     with caplog.at_level(logging.WARNING), pytest.raises(StarvedError) as starved:
-        run(run_world(world, prepare=prepare))
+        simulate(world, prepare)
     ledger = kept[0].queue.ledger
     filtered = ledger.filtered[word.replace("-", "_")]
     assert ledger.filtered.total() == filtered and ledger.trained == 0
@@ -172,7 +182,7 @@ def test_waiting_out_a_starvation_trains_full_batches_only(eta: int) -> None:
         judged(pipeline, lambda at: (0.0, 1.0) if at % 30 == 29 else (0.0, 0.0))
 
     overrides = {"filter.starved_after_groups": 40, "filter.starved_after_s": 10_000.0}
-    outcome = run(run_world(calm(eta=eta, steps=3, overrides=overrides), prepare=prepare))
+    outcome = simulate(calm(eta=eta, steps=3, overrides=overrides), prepare)
     check_end(outcome, 3)
     assert [len(batch) for batch in trained(outcome)] == [4, 4, 4]
     assert all(at % 30 == 29 for batch in trained(outcome) for at in batch)
@@ -197,7 +207,7 @@ def test_a_short_batch_trains_what_was_kept_and_divides_by_its_real_tokens(eta: 
             "filter.starved_after_s": 1000.0,
         },
     )
-    outcome = run(run_world(world, prepare=prepare))
+    outcome = simulate(world, prepare)
     check_end(outcome, 2)
     short, full = outcome.learner.batches
     assert trained(outcome)[0] == [0, 1, 2] and len(trained(outcome)[1]) == 4
@@ -215,7 +225,7 @@ def test_a_filtered_group_is_replaced_before_the_step() -> None:
         judged(pipeline, lambda at: (uniform[at],) * 2 if at in uniform else (1.0, 0.0))
 
     world = calm(eta=0, steps=1, oversample=2.0, workers=1, slots=8)
-    outcome = run(run_world(world, prepare=prepare))
+    outcome = simulate(world, prepare)
     check_end(outcome, 1)
     assert trained(outcome) == [[3, 6, 7, 8]]
     ledger = outcome.pipeline.queue.ledger
@@ -240,7 +250,7 @@ def test_a_group_delivered_twice_is_trained_once(when: str) -> None:
         return [*results, *extra]
 
     world = calm(eta=2, steps=8, train_s=20.0 if when == "while training" else 0.1)
-    outcome = run(run_world(world, prepare=lambda pipeline: on_answers(pipeline, twice)))
+    outcome = simulate(world, lambda pipeline: on_answers(pipeline, twice))
     check_end(outcome, 8)
     once = Counter(at for batch in trained(outcome) for at in batch)
     assert set(once.values()) == {1} and len(once) == 8 * 4
@@ -260,7 +270,7 @@ def test_a_group_of_another_run_or_of_an_expired_attempt_is_refused() -> None:
             made += [replace(meta, lease_id=lease) for lease in (elsewhere, unknown)]
         return [*made, *results]
 
-    outcome = run(run_world(calm(), prepare=lambda pipeline: on_answers(pipeline, foreign)))
+    outcome = simulate(calm(), lambda pipeline: on_answers(pipeline, foreign))
     check_end(outcome, 6)
     ledger = outcome.pipeline.queue.ledger
     assert ledger.late == 2 * ledger.trained == 2 * ledger.drawn
@@ -287,7 +297,7 @@ def test_a_group_with_a_member_that_never_ends_holds_up_the_run_for_its_deadline
 
             port.abort = abort  # type: ignore[method-assign]
 
-    outcome = run(run_world(calm(eta=eta, group_timeout=400.0), prepare=prepare))
+    outcome = simulate(calm(eta=eta, group_timeout=400.0), prepare)
     check_end(outcome, 6)
     assert [len(batch) for batch in trained(outcome)] == [4] * 6
     assert outcome.pipeline.queue.ledger.dropped == Counter(overdue=1)
@@ -306,7 +316,7 @@ def test_a_row_that_hangs_every_time_is_set_aside() -> None:
         )
 
     world = calm(steps=20, groups=2, overrides={"rollout.max_attempts": 3})
-    outcome = run(run_world(world, prepare=prepare))
+    outcome = simulate(world, prepare)
     check_end(outcome, 20)
     assert outcome.pipeline.queue.ledger.dropped["overdue"] == 3
     source = outcome.pipeline.source
@@ -315,7 +325,7 @@ def test_a_row_that_hangs_every_time_is_set_aside() -> None:
 
 def test_tokens_sampled_before_an_update_count_by_the_version_that_sampled_them() -> None:
     """An update lands while a request is out: the group is as old as its first token."""
-    outcome = run(run_world(calm(eta=3, steps=12, straggler_rate=0.3, straggler_factor=10.0)))
+    outcome = simulate(calm(eta=3, steps=12, straggler_rate=0.3, straggler_factor=10.0))
     check_end(outcome, 12)
     trained_ages = outcome.learner.staleness
     reported = Counter[int]()
@@ -347,7 +357,7 @@ def failing(pipeline: Pipeline, share: float) -> None:
 
 
 def test_a_group_whose_reward_failed_is_dropped_and_never_counts_as_wrong() -> None:
-    outcome = run(run_world(calm(steps=20), prepare=lambda pipeline: failing(pipeline, share=0.1)))
+    outcome = simulate(calm(steps=20), lambda pipeline: failing(pipeline, share=0.1))
     check_end(outcome, 20)
     ledger = outcome.pipeline.queue.ledger
     assert ledger.filtered.total() == 0
@@ -357,7 +367,7 @@ def test_a_group_whose_reward_failed_is_dropped_and_never_counts_as_wrong() -> N
 @pytest.mark.parametrize("share", [0.7, 1.0])
 def test_rewards_that_fail_too_often_end_the_run_as_a_config_error(share: float) -> None:
     with pytest.raises(ConfigError, match=r"reward\.function: none: .*max_failure_share") as ended:
-        run(run_world(calm(steps=1000), prepare=lambda pipeline: failing(pipeline, share)))
+        simulate(calm(steps=1000), lambda pipeline: failing(pipeline, share))
     assert ended.value.exit_code == 2
 
 
@@ -380,9 +390,7 @@ def test_a_dispatch_that_throws_at_the_seventh_group_gives_its_slot_back(started
             raise WorkerLost("dispatch failed")
         return leases
 
-    outcome = run(
-        run_world(calm(eta=1, depth=2.0), prepare=lambda pipeline: on_submit(pipeline, throw_once))
-    )
+    outcome = simulate(calm(eta=1, depth=2.0), lambda pipeline: on_submit(pipeline, throw_once))
     check_end(outcome, 6)
     ledger = outcome.pipeline.queue.ledger
     assert ledger.drawn == ledger.trained == 24, "no slot and no draw was lost"
@@ -405,7 +413,7 @@ def test_five_hundred_random_dispatch_failures_leak_no_reservation() -> None:
             return leases
 
         world = calm(seed=seed, steps=2, groups=2, eta=seed % 3, filter_rate=0.2)
-        outcome = run(run_world(world, prepare=lambda p, throw=throw: on_submit(p, throw)))
+        outcome = simulate(world, lambda p, throw=throw: on_submit(p, throw))
         check_end(outcome, 2)
         reissued += outcome.pipeline.queue.ledger.reissued
     assert reissued > 500
@@ -415,7 +423,7 @@ def test_five_hundred_random_dispatch_failures_leak_no_reservation() -> None:
 
 
 def test_slow_workers_are_waited_for_and_old_data_is_not_used_again() -> None:
-    outcome = run(run_world(calm(eta=1, workers=1, slots=1, train_s=0.01, steps=10)))
+    outcome = simulate(calm(eta=1, workers=1, slots=1, train_s=0.01, steps=10))
     check_end(outcome, 10)
     once = Counter(at for batch in trained(outcome) for at in batch)
     assert set(once.values()) == {1} and len(once) == 40
@@ -440,7 +448,7 @@ def test_a_worker_that_proves_no_version_gets_no_work() -> None:
 
         on_submit(pipeline, note)
 
-    outcome = run(run_world(calm(steps=60), prepare=prepare))
+    outcome = simulate(calm(steps=60), prepare)
     check_end(outcome, 60)
     assert set(submitted) == {"worker1"}
 
@@ -455,12 +463,13 @@ def test_a_worker_that_proves_an_older_version_than_it_was_given_is_restarted(et
 
         async def update(manifest: WeightVersion) -> int:
             if port.starts == 1:
+                await asyncio.sleep(0.1)
                 return port.version
             return await original(manifest)
 
         port.update = update  # type: ignore[method-assign]
 
-    outcome = run(run_world(calm(eta=eta, steps=12), prepare=prepare))
+    outcome = simulate(calm(eta=eta, steps=12), prepare)
     check_end(outcome, 12)
     first = outcome.pipeline.fleet.workers[0]
     assert first.restarts == 1 and "proves only version 0" in first.last_error
@@ -482,7 +491,7 @@ def test_a_worker_that_claims_a_version_but_serves_an_older_one_is_restarted(eta
 
         port.update = update  # type: ignore[method-assign]
 
-    outcome = run(run_world(calm(eta=eta, steps=12), prepare=prepare))
+    outcome = simulate(calm(eta=eta, steps=12), prepare)
     check_end(outcome, 12)
     first = outcome.pipeline.fleet.workers[0]
     assert first.restarts == 1 and "version 0" in first.last_error
@@ -512,7 +521,7 @@ def test_three_prompts_serve_a_run_that_needs_ten_groups() -> None:
 
         on_submit(pipeline, note)
 
-    outcome = run(run_world(calm(steps=5, groups=2), prepare=prepare))
+    outcome = simulate(calm(steps=5, groups=2), prepare)
     check_end(outcome, 5)
     assert outcome.pipeline.queue.ledger.trained == len(drawn) == 10
     epochs = [{row for e, row in drawn if e == epoch} for epoch in range(3)]

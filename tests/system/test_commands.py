@@ -49,22 +49,31 @@ class Command:
         self.seconds = time.monotonic() - self.started
         return self.process.returncode
 
+    def listening(self) -> set[str]:
+        """Addresses on which its processes accept connections."""
+        found: set[str] = set()
+        for process in self._alive():
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(connection.laddr.ip)
+        return found
+
     def leftovers(self) -> list[str]:
         """Processes of this command that are alive 15 seconds after its end."""
         deadline = time.monotonic() + 15
         while (found := self._alive()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return found
+        return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in found]
 
-    def _alive(self) -> list[str]:
-        found: list[str] = []
+    def _alive(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
         for process in psutil.process_iter():
             try:
                 if (
                     process.environ().get("DAPO_TEST_MARK") == self.mark
                     and process.status() != psutil.STATUS_ZOMBIE
                 ):
-                    found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+                    found.append(process)
             except psutil.Error:
                 continue
         return found
@@ -146,6 +155,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(
     tree = tiny_run(tiny, "long", tmp_path, trainer={"steps": 100_000})
     command = Command("train", write(tmp_path / "run.yaml", tree))
     running(tmp_path / "long", lambda rows: len(rows) >= 2, command)
+    assert command.listening() <= {"127.0.0.1", "::1"}, "reachable from other machines"
     sent = time.monotonic()
     if number == signal.SIGINT:  # as a terminal does: to every process of the group
         os.killpg(command.process.pid, number)

@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dapo_async import app, batching, dapo
 from dapo_async.config import Config, validate
 from dapo_async.inputs import Inputs, read_here
+from dapo_async.journal import Journal, read_journal
 from dapo_async.prompts import PromptSource
-from dapo_async.types import DrawId, Group, GroupMeta, LeaseId, Trajectory
+from dapo_async.types import Batch, DrawId, Group, GroupMeta, LeaseId, Trajectory
 from tests.system.conftest import tiny_run
+from tests.system.plain_torch import Work, distance, reference
 
 pytestmark = pytest.mark.system
 
@@ -48,7 +50,6 @@ def sequential_reference(config: Config, out: str) -> None:
 
 async def _sequential(config: Config, inputs: Inputs, out: Path) -> None:
     from actors.torch_engine import TorchEngine
-    from dapo_async.codec import encode
     from dapo_async.weights import WeightStore
     from learner.publisher import Publisher
     from learner.trainer import Trainer
@@ -66,8 +67,7 @@ async def _sequential(config: Config, inputs: Inputs, out: Path) -> None:
     trainer = Trainer(config)
     tokenizer = _tokenizer(config)
     source = PromptSource(inputs.train, seed=config.run.seed)
-    frames: list[bytes] = []
-    with WeightStore.create() as store:
+    with WeightStore.create() as store, Journal(out / "batches.journal") as journal:
         publisher = Publisher(store)
         for version in range(config.trainer.steps):
             metas: list[GroupMeta] = []
@@ -126,14 +126,14 @@ async def _sequential(config: Config, inputs: Inputs, out: Path) -> None:
             assert len(batch.minibatches) == 2
             assert all(len(m.micro_batches[0]) > 1 for m in batch.minibatches)
             trainer.step(batch, groups)
-            frames += [encode(batch), *(encode(group) for group in groups.values())]
+            for record in (batch, *groups.values()):
+                journal.append(record)
             manifest = publisher.publish(version + 1, trainer.model).result(30)
             assert await engine.update_weights(manifest) == version + 1
         publisher.close()
     await engine.close()
     state = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    torch.save(state, out / "reference.pt")
-    (out / "frames.json").write_text(json.dumps([frame.hex() for frame in frames]))
+    save_file(state, out / "reference.safetensors")
     trainer.close()
 
 
@@ -169,11 +169,27 @@ def _real(config: Config) -> None:
 
 def test_it_is_bit_equal_to_a_sequential_loop(folder: Path) -> None:
     real = load_file(folder / "sync" / "checkpoint" / "model.safetensors")
-    expected: dict[str, torch.Tensor] = torch.load(folder / "reference.pt", weights_only=True)
+    expected = load_file(folder / "reference.safetensors")
     shared = expected.keys() & real.keys()
     assert len(shared) == len(real)
     different = [name for name in shared if not torch.equal(real[name], expected[name])]
     assert different == []
+
+
+def test_plain_torch_on_the_same_batches_ends_at_the_same_parameters(
+    tiny: Path, folder: Path
+) -> None:
+    config = deterministic_run(tiny, folder)
+    work: Work = []
+    for record in read_journal(folder / "batches.journal"):
+        if isinstance(record, Batch):
+            work.append((record, {}))
+        else:
+            work[-1][1][record.lease_id.draw_id] = record
+    assert [len(groups) for _, groups in work] == [4, 4, 4]
+    real = load_file(folder / "sync" / "checkpoint" / "model.safetensors")
+    path = config.model.path
+    assert distance(real, reference(path, config, work, temperature=1.0), path) < 1e-4
 
 
 def test_it_refilled_filtered_groups_and_trained_on_policy(folder: Path) -> None:

@@ -1,5 +1,4 @@
-"""The training step on real gloo ranks against plain torch: one forward per sample, the loss
-written out from its formula, AdamW on all parameters."""
+"""The training step on real gloo ranks against plain torch."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dapo_async import dapo
-from dapo_async.config import Config
 from dapo_async.types import (
     Batch,
     Completion,
@@ -31,6 +29,7 @@ from dapo_async.types import (
     StepReport,
     Trajectory,
 )
+from tests.system.plain_torch import Work, distance, reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trainer_ranks import Ranks, make_config
@@ -39,7 +38,6 @@ pytestmark = pytest.mark.system
 
 VOCAB = 16
 TEMPERATURE = 0.7
-Work = list[tuple[Batch, dict[DrawId, Group]]]
 Plan = Sequence[Sequence[Sequence[int]]]
 """`plan[rank][k]`: the samples of one forward, by number."""
 
@@ -112,7 +110,7 @@ def sample_refs(groups: dict[DrawId, Group]) -> list[SampleRef]:
     return [
         SampleRef(
             draw_id=draw,
-            index=index,
+            trajectory_index=index,
             tokens=len(groups[draw].prompt_token_ids)
             + len(groups[draw].trajectories[index].completion.token_ids_T),
             advantage=advantage,
@@ -137,7 +135,7 @@ def make_batch(
             tuple(tuple(samples[i] for i in micro) for micro in rank) for rank in plan
         )
         trained = [
-            len(groups[ref.draw_id].trajectories[ref.index].completion.token_ids_T)
+            len(groups[ref.draw_id].trajectories[ref.trajectory_index].completion.token_ids_T)
             for rank in micro_batches
             for micro in rank
             for ref in micro
@@ -164,87 +162,6 @@ def make_work(plans: Sequence[Plan], aggregation: Any = "token_mean", steps: int
     return work
 
 
-# ---- the reference ---------------------------------------------------------------------------
-
-
-def scored(model: Any, group: Group, index: int) -> Tensor:
-    response = group.trajectories[index].completion.token_ids_T
-    prompt = group.prompt_token_ids
-    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
-    logits = model(input_ids=ids[None]).logits[0] / TEMPERATURE
-    logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
-
-
-def sample_loss(
-    current: Tensor, proximal: Tensor, behavior: Tensor, advantage: float, per_token: bool
-) -> Tensor:
-    """−min(w, 2)·min(r·A, clip(r, .8, 1.28)·A), dual clip 3; summed, or the mean of the tokens."""
-    weight = (proximal - behavior).exp().clamp(max=2.0)
-    ratio = (current - proximal).exp()
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    if advantage < 0:
-        loss = loss.clamp(max=-3 * advantage)
-    total = (weight * loss).sum()
-    return total if per_token else total / len(loss)
-
-
-def reference(path: str, config: Config, work: Work, aggregation: Any) -> dict[str, Tensor]:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    learner = config.learner
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=1.0,
-        betas=(learner.betas[0], learner.betas[1]),
-        eps=learner.eps,
-        weight_decay=learner.weight_decay,
-    )
-    for batch, groups in work:
-        with torch.no_grad():
-            proximal = {
-                (draw, index): scored(model, group, index)
-                for draw, group in groups.items()
-                for index in range(len(group.trajectories))
-            }
-        for minibatch in batch.minibatches:
-            refs = [ref for rank in minibatch.micro_batches for micro in rank for ref in micro]
-            losses = [
-                sample_loss(
-                    scored(model, groups[ref.draw_id], ref.index),
-                    proximal[ref.draw_id, ref.index],
-                    torch.from_numpy(
-                        groups[ref.draw_id].trajectories[ref.index].completion.logprobs_T
-                    ),
-                    ref.advantage,
-                    per_token=aggregation != "sequence_mean_token_mean",
-                )
-                for ref in refs
-            ]
-            tokens = sum(len(proximal[ref.draw_id, ref.index]) for ref in refs)
-            count = tokens if aggregation == "token_mean" else len(refs)
-            optimizer.zero_grad()
-            (torch.stack(losses).sum() / count).backward()
-            if learner.grad_clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), learner.grad_clip)
-            optimizer.param_groups[0]["lr"] = batch.lr
-            optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def initial(path: str) -> dict[str, Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor], path: str) -> float:
-    """|found − expected| over the length of the way from the start to expected."""
-    start = initial(path)
-    assert found.keys() == expected.keys() == start.keys()
-    gap = sum(float((found[name] - expected[name]).double().square().sum()) for name in start)
-    way = sum(float((expected[name] - start[name]).double().square().sum()) for name in start)
-    return (gap / way) ** 0.5
-
-
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -269,7 +186,7 @@ def test_two_steps_of_two_minibatches_on_one_rank_equal_plain_torch(
         learner={"minibatches": 2, "grad_clip": 0.1},
     )
     ((weights, reports),) = one.run("train", config=config, batches=work)
-    expected = reference(model_path, config, work, aggregation)
+    expected = reference(model_path, config, work, TEMPERATURE, aggregation)
     assert distance(weights, expected, model_path) < 1e-4
     # The second minibatch is trained after an update: its ratio has left 1, its weight has not
     # become that of a policy that follows the updates.
@@ -289,7 +206,7 @@ def test_two_steps_on_two_unequal_ranks_equal_plain_torch(
         model_path, 2, algorithm={"aggregation": aggregation}, learner={"minibatches": 2}
     )
     (weights, reports), (others, their_reports) = two.run("train", config=config, batches=work)
-    expected = reference(model_path, config, work, aggregation)
+    expected = reference(model_path, config, work, TEMPERATURE, aggregation)
     assert distance(weights, expected, model_path) < 1e-4
     assert same(weights, others)
     assert reports == their_reports
@@ -301,7 +218,7 @@ def test_a_second_epoch_keeps_the_proximal_policy_of_the_start_of_the_step(
     work = make_work([*ONE_RANK_HALVES, *ONE_RANK_HALVES])
     config = make_config(model_path, 1, learner={"minibatches": 2, "epochs": 2})
     ((weights, reports),) = one.run("train", config=config, batches=work)
-    expected = reference(model_path, config, work, "token_mean")
+    expected = reference(model_path, config, work, TEMPERATURE)
     assert distance(weights, expected, model_path) < 1e-4
     assert sum(reports[0].staleness.values()) == 4  # each sample counts once
 
@@ -388,7 +305,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(
     if precision == "fp32":
         # As if the poisoned step had never been.
         straight = [work[0], work[2]]
-        expected = reference(model_path, config, straight, "token_mean")
+        expected = reference(model_path, config, straight, TEMPERATURE)
         assert distance(answers[0]["weights"], expected, model_path) < 1e-4
 
 

@@ -69,7 +69,7 @@ def refs(made: Group) -> list[SampleRef]:
     return [
         SampleRef(
             draw_id=DRAW,
-            index=i,
+            trajectory_index=i,
             tokens=3 + len(t.completion.token_ids_T),
             advantage=1.0 + i,
             trained=len(t.completion.token_ids_T) > 0,
@@ -116,7 +116,11 @@ def test_a_group_that_the_batch_does_not_name_is_refused() -> None:
 def test_a_payload_that_differs_from_the_plan_is_refused() -> None:
     made = group(GOOD)
     (ref,) = refs(made)
-    for wrong in (replace(ref, tokens=7), replace(ref, index=1), replace(ref, index=-1)):
+    for wrong in (
+        ref._replace(tokens=7),
+        ref._replace(trajectory_index=1),
+        ref._replace(trajectory_index=-1),
+    ):
         with pytest.raises(GateError):
             check_share(config(), batch(), {DRAW: made}, [wrong], VOCAB)
 
@@ -168,7 +172,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_with_its_value() -> None:
 
 def test_an_advantage_that_is_not_finite_is_refused() -> None:
     made = group(GOOD)
-    ref = replace(refs(made)[0], advantage=float("nan"))
+    ref = refs(made)[0]._replace(advantage=float("nan"))
     with pytest.raises(RunError, match="advantage"):
         check_share(config(), batch(), {DRAW: made}, [ref], VOCAB)
 
@@ -199,7 +203,7 @@ def test_every_array_of_a_micro_batch_speaks_of_the_same_tokens() -> None:
 def test_an_untrained_sample_stays_in_the_batch_with_its_tokens_masked() -> None:
     made = group(GOOD, completion([6, 7], [5, 5]))
     first, second = refs(made)
-    micro = build(batch(), {DRAW: made}, [replace(first, trained=False), second])
+    micro = build(batch(), {DRAW: made}, [first._replace(trained=False), second])
     assert micro.mask_R.tolist() == [True, True, False, False, False]
 
 
