@@ -10,6 +10,7 @@ Records cross the process border as msgpack frames (`dapo_async.codec`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -41,9 +42,10 @@ from dapo_async.types import (
 
 COLLECT_S = 10.0
 """Longest that `collect` holds its caller without a result."""
-GATHER_S = 0.1
+GATHER_S = 0.2
 """Longest that `collect` waits for further results once it has one: fewer, fuller answers cost
-the driver less. It waits a tenth of the time that a group takes, so that nothing is held up."""
+the driver less. It waits only while more groups run than wait to be told of, so that a worker is
+never left without work for it."""
 SAMPLE_CHARS = 4000
 EVAL_AT_ONCE = 4
 """Evaluation keeps this many times the engine's slots in its queue."""
@@ -72,7 +74,6 @@ class RolloutWorker:
         self._news = asyncio.Event()
         self._broken: str | None = None
         self._payload_bytes = 0
-        self._gather_s = 0.0
 
     async def start(self) -> int:
         """Load model, tokenizer and rewards; returns the engine's proven version."""
@@ -117,12 +118,19 @@ class RolloutWorker:
                 await asyncio.wait_for(self._news.wait(), COLLECT_S)
             except TimeoutError:
                 return []
-            await asyncio.sleep(self._gather_s)
+            await self._gather()
         self._news.clear()
         if self._broken is not None:
             raise RuntimeError(f"the engine is quarantined: {self._broken}")
         results, self._results = self._results, []
         return results
+
+    async def _gather(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                while len(self._running) > len(self._results):
+                    self._news.clear()
+                    await self._news.wait()
 
     async def abort(self, leases: list[bytes]) -> None:
         for frame in leases:
@@ -146,8 +154,6 @@ class RolloutWorker:
             # Its draw is issued again, and set aside after too many attempts.
             detail = f"{type(error).__name__}: {error}"
             result = LeaseFailure(lease_id=lease.lease_id, reason="engine_error", detail=detail)
-        if isinstance(result, GroupMeta):
-            self._gather_s = min(GATHER_S, 0.1 * result.generate_s)
         self._running.pop(lease.lease_id, None)
         self._results.append(encode(result))
         self._news.set()

@@ -58,6 +58,8 @@ from dapo_async.types import (
 
 log = logging.getLogger("dapo_async")
 PUBLISH_RETRY_S = 1.0
+MAIL_GATHER_S = 0.02
+"""How long a mailbox is left open: a call to a worker costs the driver as much as a group does."""
 T = TypeVar("T")
 
 
@@ -474,6 +476,7 @@ class Pipeline:
     async def _send(self, worker: Worker) -> None:
         while True:
             await worker.mail.wait()
+            await asyncio.sleep(MAIL_GATHER_S)
             worker.mail.clear()
             leases, worker.to_submit = worker.to_submit, []
             aborts, worker.to_abort = worker.to_abort, []

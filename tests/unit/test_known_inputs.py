@@ -11,6 +11,7 @@ the whole Pipeline are in tests/integration/test_known_inputs_pipeline.py.
 | log-probs renormalised after top-p                          | sampling                |
 | one of several end tokens, text in place of tokens          | worker: tokens and text |
 | a version read after the answer; payloads nobody asks for   | worker: versions        |
+| stale weights, caches or heads; a forgotten temperature     | engine and learner      |
 | an engine that reports a path for a version                 | proven versions         |
 | nothing but over-long rows; graders in threads              | data and rewards        |
 """
@@ -34,7 +35,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from actors import pool
 from actors.engine import EngineHealth
@@ -67,7 +68,10 @@ from dapo_async.types import (
     Trajectory,
     WeightVersion,
 )
+from dapo_async.weights import WeightStore
+from learner.model import load_policy, pack
 from learner.payloads import PayloadStore
+from learner.publisher import Publisher
 from learner.samples import build
 from tests.fakes import group_meta
 
@@ -529,6 +533,58 @@ def test_a_group_taken_back_while_its_payload_travels_leaves_nothing_in_the_stor
         await worker.close()
 
     asyncio.run(main())
+
+
+# ---- engine and learner ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_engine_reports_what_the_learner_computes_before_and_after_an_update(
+    tied: bool, tmp_path: Path
+) -> None:
+    """At temperature 0.5 the ratio of an on-policy sample is 1, and after an update the same
+    prompt is answered by the new weights: nothing of the old ones, prompt cache and output head
+    included, is left."""
+    torch.manual_seed(0)
+    sizes = Qwen2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        initializer_range=0.3, tie_word_embeddings=tied, eos_token_id=2,
+    )  # fmt: skip
+    Qwen2ForCausalLM(sizes).save_pretrained(tmp_path)
+    policy, prompt = load_policy(tmp_path), (5, 9, 5, 3)
+    sampling = SamplingParams(temperature=0.5, max_response_tokens=12, seed=1)
+
+    def ratios(answers: Sequence[Completion]) -> torch.Tensor:
+        packed = pack(
+            [np.array(prompt)] * len(answers), [answer.token_ids_T for answer in answers]
+        )
+        reported = np.concatenate([answers[i].logprobs_T for i in packed.order_S])
+        with torch.no_grad():
+            logprobs, _ = policy(packed, 0.5)
+        return (logprobs - torch.from_numpy(reported)).exp()
+
+    async def main(store: WeightStore) -> tuple[torch.Tensor, ...]:
+        engine = TorchEngine.from_path(tmp_path, slots=8)
+        publisher = Publisher(store)
+        await engine.start()
+        before = ratios(await engine.generate("a", prompt, 6, sampling))
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        stale = ratios(await engine.generate("b", prompt, 6, sampling))
+        version = publisher.publish(1, policy.model)
+        assert await engine.update_weights(version.result(timeout=20)) == 1
+        after = ratios(await engine.generate("c", prompt, 6, sampling))
+        await engine.close()
+        publisher.close()
+        return before, stale, after
+
+    with WeightStore.create() as store:
+        before, stale, after = asyncio.run(main(store))
+    for ratio in (before, after):
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-4, rtol=0)
+    assert (stale - 1).abs().max() > 0.1, "else the update would prove nothing"
 
 
 # ---- proven versions ---------------------------------------------------------------------------
