@@ -33,9 +33,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dapo_async import dapo, off_policy
+from dapo_async import off_policy
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError, DivergedError, GateError, RunError
+from dapo_async.loss import LossParams, LossSums, policy_loss, proximal_logprobs
 from dapo_async.types import Batch, DrawId, Group, Minibatch, SampleRef, StepReport
 from learner.model import Policy, load_policy
 from learner.samples import MicroBatch, SampleKey, build, check_share
@@ -266,7 +267,7 @@ class Trainer:
         proximal: dict[SampleKey, Tensor],
         started: bool,
         scale: float,
-    ) -> tuple[Tensor, off_policy.Correction, dapo.LossSums]:
+    ) -> tuple[Tensor, off_policy.Correction, LossSums]:
         current_R, entropy_R = self.engine(micro.packed, micro.temperature, entropy=True)
         recompute = self.config.algorithm.proximal == "recompute"
         known_R = None
@@ -274,7 +275,7 @@ class Trainer:
             known_R = torch.cat([proximal[key] for key in micro.keys_S])
         elif recompute:
             _remember(proximal, micro, current_R.detach())
-        proximal_R = dapo.proximal_logprobs(
+        proximal_R = proximal_logprobs(
             self.config.algorithm.proximal,
             behavior_logprobs_T=micro.behavior_R,
             current_logprobs_T=current_R,
@@ -290,8 +291,8 @@ class Trainer:
             staleness_S=micro.staleness_S,
             max_staleness=self.config.replay.max_staleness,
         )
-        sums = dapo.policy_loss(
-            dapo.LossParams(
+        sums = policy_loss(
+            LossParams(
                 clip_low=batch.clip_low,
                 clip_high=batch.clip_high,
                 dual_clip=self.config.algorithm.dual_clip,

@@ -209,7 +209,8 @@ def test_a_run_leaves_everything_it_promises(finished: Path) -> None:
     assert ledger["drawn"] == ended
     assert summary["eval_before"]["version"] == 0 and summary["eval_after"]["version"] == 5
     assert summary["eval_after"]["n"] == 20
-    assert set(summary["cpu_s"]) == {"driver", "learner", "payload_store", "workers", "ray"}
+    kinds = {"data", "driver", "learner", "payload_store", "workers", "ray"}
+    assert set(summary["cpu_s"]) == kinds
     assert summary["weights_published"] == 5
 
 

@@ -19,19 +19,15 @@ from torch import Tensor
 
 from dapo_async import config as config_module
 from dapo_async.dapo import (
-    LossParams,
-    LossSums,
-    Sums,
     advantages,
     denominator,
     is_informative,
     is_trained,
     overlong_buffer,
     overlong_penalty,
-    policy_loss,
-    proximal_logprobs,
     step_advantages,
 )
+from dapo_async.loss import LossParams, LossSums, Sums, policy_loss, proximal_logprobs
 
 AGGREGATIONS = (
     "token_mean",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_async.config import OffPolicyConfig
-from dapo_async.dapo import LossParams, policy_loss
+from dapo_async.loss import LossParams, policy_loss
 from dapo_async.off_policy import Correction, Sums, correct, effective_share
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30, -1e30)
