@@ -60,6 +60,11 @@ class LocalRay:
             # Every process here is an actor: no idle workers for tasks that never come.
             RAY_prestart_worker_first_driver="0",
             RAY_enable_worker_prestart="0",
+            # Nobody looks at a private cluster's task events and metrics.
+            RAY_task_events_report_interval_ms="0",
+            RAY_event_stats="0",
+            RAY_enable_timeline="0",
+            RAY_enable_metrics_collection="0",
         )
         import ray  # reads the environment above when it is imported
 

@@ -42,7 +42,7 @@ from dapo_async.types import (
 
 COLLECT_S = 10.0
 """Longest that `collect` holds its caller without a result."""
-GATHER_S = 0.2
+GATHER_S = 0.25
 """Longest that `collect` waits for further results once it has one: fewer, fuller answers cost
 the driver less. It waits only while more groups run than wait to be told of, so that a worker is
 never left without work for it."""

@@ -33,7 +33,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Protocol, TypeVar, cast
 
 from dapo_async import batching
@@ -58,7 +58,7 @@ from dapo_async.types import (
 
 log = logging.getLogger("dapo_async")
 PUBLISH_RETRY_S = 1.0
-MAIL_GATHER_S = 0.02
+MAIL_GATHER_S = 0.05
 """How long a mailbox is left open: a call to a worker costs the driver as much as a group does."""
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Pipeline:
         self.steps = config.trainer.steps
         self.queue = ReplayQueue(
             max_staleness=config.replay.max_staleness,
-            groups_per_step=lambda step: int(at(config.trainer.groups_per_step, step)),
+            groups_per_step=cache(lambda step: int(at(config.trainer.groups_per_step, step))),
             steps=self.steps,
             depth=config.replay.steps_deep,
             oversample=config.replay.oversample,
