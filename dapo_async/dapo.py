@@ -4,16 +4,11 @@
     metric   → is_informative        which groups carry a gradient (dynamic sampling, eq. 11)
     rewards  → advantages            how much better a response was than its group (eq. 9)
     lengths  → denominator           what the summed losses of one optimizer update are divided by
-    logprobs → policy_loss           clip-higher (eq. 10), dual clip, aggregation (eq. 12)
 
-Everything is a pure function. The loss returns *sums*: micro-batches and ranks add them up and
-divide once, by a denominator known before the first backward, so that loss and gradient don't
-depend on how a batch was cut.
+and on to the next page, `dapo_async.loss`: log-probs → clip-higher (eq. 10), dual clip, token-level
+aggregation (eq. 12). This page is what driver and workers decide with: plain Python, no torch.
 
-Three policies: *behavior* sampled the token, *proximal* is the learner at the start of the step,
-*current* is being differentiated. The weight proximal/behavior is `dapo_async.off_policy`.
-
-Shape suffixes: G responses of one group, T packed tokens (all sequences end to end), S sequences.
+Shape suffix: G responses of one group.
 """
 
 from __future__ import annotations
