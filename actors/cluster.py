@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import psutil
 
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError
+from dapo_async.owned_folders import make_owned
 
 OBJECT_STORE_BYTES = 256 * 2**20
 
@@ -43,12 +45,27 @@ def check_demand(config: Config, cpus: float) -> None:
 
 
 class LocalRay:
-    """A Ray instance of our own, on loopback, with a token of its own; ended by `close`."""
+    """A Ray instance of our own, on loopback, with a token of its own; ended by `close`.
 
-    def __init__(self) -> None:
+    It replaces the process's SIGTERM handler. Files of instances whose driver was killed are
+    removed on the way.
+
+    Args:
+        cpus: how many it may hand out.
+    """
+
+    def __init__(self, cpus: float) -> None:
         # Unix socket paths are limited to 107 bytes, so Ray's files can't live in the run folder.
-        self._temp = tempfile.TemporaryDirectory(prefix="dapo-ray-", ignore_cleanup_errors=True)
-        token = Path(self._temp.name) / "token"
+        self._temp, self._lock = make_owned("dapo-ray-run-", tempfile.gettempdir())
+        self._ray: Any = None
+        try:
+            self._start(cpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, cpus: float) -> None:
+        token = self._temp / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         os.environ.update(
@@ -73,7 +90,8 @@ class LocalRay:
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
         ray.init(
             address="local",
-            _temp_dir=self._temp.name,
+            num_cpus=int(cpus),  # what `check_demand` was told: Ray may count fewer
+            _temp_dir=str(self._temp),
             _node_ip_address="127.0.0.1",
             include_dashboard=False,
             log_to_driver=False,
@@ -98,5 +116,7 @@ class LocalRay:
         return total
 
     def close(self) -> None:
-        self._ray.shutdown()
-        self._temp.cleanup()
+        if self._ray is not None:
+            self._ray.shutdown()
+        shutil.rmtree(self._temp, ignore_errors=True)
+        os.close(self._lock)

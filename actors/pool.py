@@ -11,7 +11,8 @@ import ray
 from ray.exceptions import RayError
 
 from actors.worker import RolloutWorker
-from dapo_async.codec import decode, decode_any, encode
+from dapo_async.codec import MalformedFrame, decode, decode_any, encode
+from dapo_async.errors import ConfigError
 from dapo_async.fleet import WorkerLost
 from dapo_async.pipeline import UpdateRefusedByWorker
 from dapo_async.types import (
@@ -57,53 +58,74 @@ class RayWorker:
         self._actor: Any = None
 
     async def start(self) -> int:
-        if self._actor is not None:
-            ray.kill(self._actor)
+        """As `WorkerPort.start`.
+
+        Raises:
+            ConfigError: the worker can't serve this config; a restart would not help.
+        """
+        self.kill()
         self._actor = self._make()
-        return _version(await self._call(self._actor.start.remote()))
+        return _version(await self._call(self._live.start.remote()))
 
     async def submit(self, leases: Sequence[Lease]) -> None:
         frames = [encode(lease) for lease in leases]
-        await self._call(self._actor.submit.remote(frames), CALL_TIMEOUT_S)
+        await self._call(self._live.submit.remote(frames), CALL_TIMEOUT_S)
 
-    async def collect(self) -> Sequence[GroupMeta | LeaseFailure]:
-        frames: list[bytes] = await self._call(self._actor.collect.remote(), CALL_TIMEOUT_S)
-        return [decode_any(frame) for frame in frames]
+    async def collect(self, gather_s: float = 0.0) -> Sequence[GroupMeta | LeaseFailure]:
+        frames: list[bytes] = await self._call(self._live.collect.remote(), CALL_TIMEOUT_S)
+        return [_decoded(decode_any, frame) for frame in frames]
 
     async def abort(self, lease_ids: Sequence[LeaseId]) -> None:
         frames = [encode(lease_id) for lease_id in lease_ids]
-        await self._call(self._actor.abort.remote(frames), CALL_TIMEOUT_S)
+        await self._call(self._live.abort.remote(frames), CALL_TIMEOUT_S)
 
     async def update(self, manifest: WeightVersion) -> int:
-        answer: dict[str, Any] = await self._call(self._actor.update.remote(encode(manifest)))
+        answer: dict[str, Any] = await self._call(self._live.update.remote(encode(manifest)))
         if "refused" in answer:
             raise UpdateRefusedByWorker(answer["refused"])
         return _version(answer["version"])
 
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         frames = [encode(prompt) for prompt in prompts]
-        return decode(await self._call(self._actor.evaluate.remote(frames, step)), EvalOutcomes)
+        answer = await self._call(self._live.evaluate.remote(frames, step))
+        return _decoded(lambda frame: decode(frame, EvalOutcomes), answer)
 
     async def health(self) -> dict[str, float]:
-        return await self._call(self._actor.health.remote(), CALL_TIMEOUT_S)
+        return await self._call(self._live.health.remote(), CALL_TIMEOUT_S)
 
     async def close(self) -> None:
         """End the actor; a dead one is no error."""
         if self._actor is None:
             return
         with contextlib.suppress(WorkerLost):
-            await self._call(self._actor.close.remote(), 10.0)
-        ray.kill(self._actor)
+            await self._call(self._live.close.remote(), 10.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor at once, whatever it is doing; nothing to do when there is none."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor)
+
+    @property
+    def _live(self) -> Any:
+        if self._actor is None:
+            raise WorkerLost("it isn't running")
+        return self._actor
 
     async def _call(self, reference: Awaitable[T], timeout_s: float | None = None) -> T:
-        """Await an answer; whatever Ray says of a dead or broken actor is a WorkerLost."""
+        """Await an answer; whatever Ray says of a dead or broken actor is a WorkerLost, but a
+        config that the actor refuses stays a ConfigError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await reference
+        except RayError as error:  # first: a TimeoutError inside the actor is of both kinds here
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ConfigError):
+                raise cause from error
+            raise WorkerLost(_reason(error)) from error
         except TimeoutError as error:
             raise WorkerLost(f"no answer within {timeout_s:g} s") from error
-        except RayError as error:
-            raise WorkerLost(_reason(error)) from error
 
 
 def _version(reported: Any) -> int:
@@ -112,6 +134,13 @@ def _version(reported: Any) -> int:
     if type(reported) is not int or reported < 0:
         raise WorkerLost(f"reports version {reported!r}, which is no whole number ≥ 0")
     return reported
+
+
+def _decoded(read: Callable[[bytes], T], frame: bytes) -> T:
+    try:
+        return read(frame)
+    except MalformedFrame as error:
+        raise WorkerLost(f"sent a malformed frame: {error}") from error
 
 
 def _reason(error: RayError) -> str:

@@ -120,7 +120,11 @@ class TorchEngine:
         The stop ids of the model's generation config are added. `options` as for the class.
         """
         model = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, use_safetensors=True
+            str(path),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
         eos = model.generation_config.eos_token_id if model.generation_config else None
         own = [] if eos is None else eos if isinstance(eos, list) else [eos]

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.engine import Engine, EngineBroken, UpdateRefused
+from actors.engine import Engine, EngineBroken, EngineHealth, UpdateRefused
 from dapo_async import batching, dapo
 from dapo_async.codec import decode, encode
 from dapo_async.config import Config, at, validate, values
+from dapo_async.errors import ConfigError
 from dapo_async.rewards.pool import RewardPool
 from dapo_async.types import (
     Completion,
@@ -42,13 +43,41 @@ from dapo_async.types import (
 
 COLLECT_S = 10.0
 """Longest that `collect` holds its caller without a result."""
-GATHER_S = 0.25
-"""Longest that `collect` waits for further results once it has one: fewer, fuller answers cost
-the driver less. It waits only while more groups run than wait to be told of, so that a worker is
-never left without work for it."""
 SAMPLE_CHARS = 4000
 EVAL_AT_ONCE = 4
 """Evaluation keeps this many times the engine's slots in its queue."""
+STORE_TIMEOUT_S = 120.0
+"""Longest that the payload store may take to accept a group."""
+NO_TOKEN_S = 120.0
+"""An engine with work that has moved nothing for so long hangs; half a group timeout if that is
+less."""
+
+
+class StoreLost(Exception):
+    """The payload store doesn't take groups any more: nothing made here could be trained."""
+
+
+class Rejected(Exception):
+    """The engine can't serve this lease, now or later."""
+
+
+class StallClock:
+    """How long an engine that has work has moved nothing."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, ...] = ()
+        self._since = 0.0
+
+    def restart(self, now: float) -> None:
+        """Work begins: what went before doesn't count."""
+        self._since = now
+
+    def stalled_s(self, health: EngineHealth, now: float) -> float:
+        """Seconds since something moved, as far as calls of this method saw it; 0 when idle."""
+        seen = (health.tokens_sampled, health.prompts_prefilled, health.reprefill_tokens)
+        if health.outstanding == 0 or seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since
 
 
 class RolloutWorker:
@@ -73,16 +102,34 @@ class RolloutWorker:
         self._results: list[bytes] = []
         self._news = asyncio.Event()
         self._broken: str | None = None
+        self._stall = StallClock()
         self._payload_bytes = 0
 
     async def start(self) -> int:
-        """Load model, tokenizer and rewards; returns the engine's proven version."""
+        """Load model, tokenizer and rewards; returns the engine's proven version.
+
+        Raises:
+            ConfigError: the engine can't serve this model, so starting again would not help.
+        """
+        try:
+            self._tokenizer, self._engine = self._load()
+        except ValueError as error:
+            raise ConfigError(
+                f"`model.path: {self._config.model.path}` can't be served: {error}"
+            ) from error
+        self._rewards = RewardPool.from_config(self._config.reward)
+        await self._rewards.start()
+        return await self._engine.start()
+
+    def _load(self) -> tuple[Any, Engine]:
         from transformers import AutoTokenizer
 
         from actors.torch_engine import TorchEngine
 
         config = self._config
-        self._tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=False
+        )
         longest = int(max(values(config.rollout.max_response_length)))
         engine = TorchEngine.from_path(
             config.model.path,
@@ -94,40 +141,48 @@ class RolloutWorker:
             deterministic=config.rollout.deterministic,
             threads=config.rollout.threads_per_worker,
         )
-        self._engine = engine
-        self._rewards = RewardPool.from_config(config.reward)
-        await self._rewards.start()
-        return await engine.start()
+        return tokenizer, engine
 
     # ---- leases --------------------------------------------------------------------------------
 
     async def submit(self, frames: list[bytes]) -> None:
         """Start leases; their results come out of `collect`."""
+        if not self._running:
+            self._stall.restart(time.monotonic())
         for frame in frames:
             lease = decode(frame, Lease)
             self._running[lease.lease_id] = asyncio.create_task(self._serve(lease))
 
-    async def collect(self) -> list[bytes]:
-        """Frames of GroupMeta and LeaseFailure; waits up to COLLECT_S for the first.
+    async def collect(self, gather_s: float = 0.0) -> list[bytes]:
+        """Frames of GroupMeta and LeaseFailure; waits up to COLLECT_S for the first, then up to
+        `gather_s` for more while more groups run than wait to be told of.
 
         Raises:
-            RuntimeError: the engine is quarantined.
+            RuntimeError: the worker is quarantined: its engine is broken or hangs, or the payload
+                store is lost.
         """
         if not self._results and self._broken is None:
             try:
                 await asyncio.wait_for(self._news.wait(), COLLECT_S)
             except TimeoutError:
-                return []
-            await self._gather()
+                self._check_progress()
+            else:
+                await self._gather(gather_s)
         self._news.clear()
         if self._broken is not None:
-            raise RuntimeError(f"the engine is quarantined: {self._broken}")
+            raise RuntimeError(f"the worker is quarantined: {self._broken}")
         results, self._results = self._results, []
         return results
 
-    async def _gather(self) -> None:
+    def _check_progress(self) -> None:
+        limit_s = min(NO_TOKEN_S, self._config.rollout.group_timeout / 2)
+        stalled_s = self._stall.stalled_s(self._engine.health(), time.monotonic())
+        if stalled_s > limit_s:
+            self._broken = f"the engine has work but sampled no token for {stalled_s:.0f} s"
+
+    async def _gather(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GATHER_S):
+            async with asyncio.timeout(seconds):
                 while len(self._running) > len(self._results):
                     self._news.clear()
                     await self._news.wait()
@@ -139,35 +194,40 @@ class RolloutWorker:
                 task.cancel()  # the engine frees the slots of a cancelled request
 
     async def _serve(self, lease: Lease) -> None:
-        result: GroupMeta | LeaseFailure
         try:
-            result = await self._group(lease)
-        except EngineBroken as error:
+            frame = await self._group(lease)
+        except (EngineBroken, StoreLost) as error:
             self._broken = str(error)
             self._news.set()
             return
-        except ValueError as error:
-            result = LeaseFailure(
-                lease_id=lease.lease_id, reason="rejected", detail=str(error), retry=False
+        except Rejected as error:
+            failure = LeaseFailure(
+                lease_id=lease.lease_id, reason="rejected", detail=_plain(str(error)), retry=False
             )
+            frame = encode(failure)
         except Exception as error:  # noqa: BLE001 - one broken group must not end the worker
             # Its draw is issued again, and set aside after too many attempts.
-            detail = f"{type(error).__name__}: {error}"
-            result = LeaseFailure(lease_id=lease.lease_id, reason="engine_error", detail=detail)
+            detail = _plain(f"{type(error).__name__}: {error}")
+            failure = LeaseFailure(lease_id=lease.lease_id, reason="engine_error", detail=detail)
+            frame = encode(failure)
         self._running.pop(lease.lease_id, None)
-        self._results.append(encode(result))
+        self._results.append(frame)
         self._news.set()
 
-    async def _group(self, lease: Lease) -> GroupMeta:
+    async def _group(self, lease: Lease) -> bytes:
+        """The GroupMeta frame of a served lease; a group that may be trained is stored by then."""
         draw = lease.draw
         started = time.monotonic()
         version = self._engine.health().version
-        completions = await self._engine.generate(
-            request_id=f"{draw.draw_id.position}.{lease.lease_id.attempt}",
-            prompt_ids=draw.prompt.token_ids,
-            n=draw.group_size,
-            sampling=draw.sampling,
-        )
+        try:
+            completions = await self._engine.generate(
+                request_id=f"{draw.draw_id.position}.{lease.lease_id.attempt}",
+                prompt_ids=draw.prompt.token_ids,
+                n=draw.group_size,
+                sampling=draw.sampling,
+            )
+        except ValueError as error:  # no ValueError from further down speaks of the lease
+            raise Rejected(str(error)) from error
         generated = time.monotonic()
         texts = [self._text(completion) for completion in completions]
         cut = [completion.finish_reason == "length" for completion in completions]
@@ -195,11 +255,12 @@ class RolloutWorker:
             reward_s=judged - generated,
             samples=self._samples(draw, texts, rewards),
         )
+        frame = encode(meta)  # before the payload is stored: one that fails leaves nothing there
         if all(reward.status == "ok" for reward in rewards) and batching.verdict(
             self._config, meta
         ):
             await self._store_payload(lease, completions, rewards, penalties)
-        return meta
+        return frame
 
     async def _store_payload(
         self,
@@ -221,11 +282,17 @@ class RolloutWorker:
         self._payload_bytes += len(frame)
         key = encode(lease.lease_id)
         try:
-            await self._store.put.remote(key, frame)
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await self._store.put.remote(key, frame)
         except asyncio.CancelledError:
             # Taken back on the way: nobody will hear of this payload, so nobody would release it.
             self._store.discard.remote([key])
             raise
+        except Exception as error:
+            # However Ray puts it: a store that takes no bytes is dead. The next group would fare
+            # no better, so no draw is to blame.
+            reason = str(error) or f"no answer within {STORE_TIMEOUT_S:g} s"
+            raise StoreLost(f"the payload store is lost: {reason}") from error
 
     def _penalty(self, draw: Draw, tokens: int) -> float:
         overlong = self._config.overlong_or_off
@@ -332,7 +399,13 @@ class RolloutWorker:
                 (reward,) = await self._rewards.judge_group(prompt, [text], [cut])
                 return completion, text, reward
 
-        return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(i, p)) for i, p in enumerate(prompts)]
+        except BaseExceptionGroup as failures:
+            # The others have ended by now: nothing of this evaluation runs beside its repetition.
+            raise failures.exceptions[0] from failures
+        return [task.result() for task in tasks]
 
     # ---- health --------------------------------------------------------------------------------
 
@@ -369,6 +442,11 @@ def _reward_sums(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
                 if isinstance(value, (int, float)):
                     found.setdefault(name, []).append(float(value))
     return {name: (sum(values), float(len(values))) for name, values in found.items()}
+
+
+def _plain(text: str) -> str:
+    """Text that any frame can carry: half a surrogate pair, as a file name may hold, can't be."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _replaced(sampling: SamplingParams, **changes: Any) -> SamplingParams:

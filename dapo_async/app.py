@@ -10,11 +10,9 @@ import asyncio
 import gc
 import logging
 import os
-import resource
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -22,26 +20,19 @@ from rich.console import Console
 from dapo_async import config as configs
 from dapo_async import metrics
 from dapo_async.config import Config
-from dapo_async.console import Status, display_mode, result_table, set_up_logging
-from dapo_async.errors import RunError
+from dapo_async.console import Status, display_mode, result_table, say, set_up_logging
+from dapo_async.errors import CheckpointError, RunError
 from dapo_async.inputs import Inputs, read_inputs
 from dapo_async.pipeline import Pipeline
 from dapo_async.prompts import PromptSource
 from dapo_async.run_folder import RunFolder
+from dapo_async.signals import SignalGuard
+from dapo_async.summary import costs, summarise
 from dapo_async.types import EvalReport, GroupMeta, SampleText
 
 log = logging.getLogger("dapo_async")
 SAVE_GRACE_S = 60.0
 CLOSE_GRACE_S = 20.0
-
-
-class Interrupted(RunError):
-    """SIGINT or SIGTERM: exit 128 + the signal's number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-        self.exit_reason = signal.Signals(number).name.lower()
 
 
 def train(config: Config) -> int:
@@ -50,23 +41,37 @@ def train(config: Config) -> int:
     set_up_logging(console)
     for sentence in configs.warnings(config):
         log.warning(sentence)
-    folder: RunFolder | None = None
     try:
-        inputs = read_inputs(config)
-        if inputs.dropped:
-            log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)
-        folder = RunFolder(config)
-        asyncio.run(_train(config, inputs, folder, console))
+        with SignalGuard() as guard:
+            _read_and_train(config, console, guard)
         return 0
     except RunError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        say(console, str(error), label="error: ")
         return error.exit_code
     except Exception:  # noqa: BLE001 - a bug of ours: the traceback is what a report needs
         console.print_exception()
         return 1
+
+
+def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> None:
+    from actors.cluster import LocalRay, check_demand
+
+    cpus = os.cpu_count() or 1
+    check_demand(config, cpus)
+    inputs = read_inputs(config)
+    if inputs.dropped:
+        log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)
+    folder = RunFolder(config)
+    ray: Any = None
+    try:
+        with guard.deferred():  # Ray's start leaves processes behind when it is cut short
+            ray = LocalRay(cpus)
+        asyncio.run(_train(config, inputs, folder, console, guard, ray))
     finally:
-        if folder is not None:
-            folder.close()
+        guard.finishing()
+        if ray is not None:
+            ray.close()
+        folder.close()
 
 
 class Reporter:
@@ -112,22 +117,39 @@ class Reporter:
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                log.error("metrics: %s", error)
 
 
-async def _train(config: Config, inputs: Inputs, folder: RunFolder, console: Console) -> None:
-    from actors.cluster import LocalRay, check_demand
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of."""
 
-    check_demand(config, float(os.cpu_count() or 1))
-    ray = LocalRay()
-    try:
-        await _train_on(ray, config, inputs, folder, console)
-    finally:
-        ray.close()
+    config: Config
+    inputs: Inputs
+    folder: RunFolder
+    console: Console
+    ray: Any
+    learner: Any
+    workers: list[Any]
+    reporter: Reporter
+    pipeline: Pipeline
+    started: float
+
+    async def start_and_run(self) -> None:
+        await self.learner.start()
+        await self.pipeline.run()
 
 
-async def _train_on(
-    ray: Any, config: Config, inputs: Inputs, folder: RunFolder, console: Console
+async def _train(
+    config: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    console: Console,
+    guard: SignalGuard,
+    ray: Any,
 ) -> None:
     import ray as ray_api
 
@@ -170,154 +192,112 @@ async def _train_on(
             config.trainer.steps,
             lambda: f"{pipeline.doing}; {pipeline.fleet.describe()}",
         )
+        parts = Parts(
+            config=config,
+            inputs=inputs,
+            folder=folder,
+            console=console,
+            ray=ray,
+            learner=learner,
+            workers=workers,
+            reporter=reporter,
+            pipeline=pipeline,
+            started=started,
+        )
         reason = "internal"
         # The prompts live as long as the run: the garbage collector need not look at them again.
         gc.freeze()
         try:
-            await learner.start()
-            await _until_signal(pipeline.run())
+            await guard.run(parts.start_and_run())
             reason = "done"
         except RunError as error:
             reason = error.exit_reason
             raise
         finally:
+            guard.finishing()
             status.close()
-            await _finish(
-                config,
-                folder,
-                pipeline,
-                learner,
-                workers,
-                ray,
-                reason,
-                started,
-                console,
-                inputs.cpu_s,
-            )
-            reporter.close()
+            await finish(parts, reason)
 
 
-async def _until_signal(work: Any) -> None:
-    """Run to the end or to SIGINT / SIGTERM; a second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work)
-    received: list[int] = []
+async def finish(parts: Parts, reason: str) -> None:
+    """Save what was learned, write the summary, close workers and learner.
 
-    def on_signal(number: int) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-        task.cancel()
+    Nothing here hides why the run has ended.
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    Raises:
+        RunError: a finished run could not be saved; everything else is done first.
+    """
+    not_saved: RunError | None = None
+    summary: dict[str, Any] = {}
     try:
-        await task
-    except asyncio.CancelledError:
-        if received:
-            raise Interrupted(received[0]) from None
-        raise
+        version: int | None = None
+        if parts.pipeline.queue.version > 0:
+            try:
+                version = await _save(parts, reason == "done")
+            except RunError as error:
+                log.error("the checkpoint was not saved: %s", error)
+                if reason == "done":
+                    not_saved, reason = error, error.exit_reason
+        summary = await _write_summary(parts, reason, version)
+    finally:
+        await _close(parts.workers, parts.learner)
+        parts.reporter.close()
+    _show(parts, summary)
+    if not_saved is not None:
+        raise not_saved
 
 
-async def _finish(
-    config: Config,
-    folder: RunFolder,
-    pipeline: Pipeline,
-    learner: Any,
-    workers: list[Any],
-    ray: Any,
-    reason: str,
-    started: float,
-    console: Console,
-    inputs_cpu_s: float,
-) -> None:
-    """Save what was learned, write the summary, close workers and learner."""
-    if pipeline.queue.version > 0:
-        try:
-            async with asyncio.timeout(SAVE_GRACE_S):
-                await learner.save(str(folder.path / "checkpoint"))
-        except (RunError, TimeoutError) as error:
-            log.error("the checkpoint was not saved: %s", error)
-            if reason == "done":
-                raise
-    cpu_s, payload_bytes = await _costs(learner, workers, ray)
-    cpu_s["data"] = inputs_cpu_s
-    summary = summarise(config, pipeline, reason, time.monotonic() - started, cpu_s)
+async def _save(parts: Parts, done: bool) -> int:
+    """Returns the version that was saved."""
+    limit = parts.config.trainer.save_timeout_s
+    if not done:
+        limit = min(limit, SAVE_GRACE_S)
+    try:
+        async with asyncio.timeout(limit):
+            return await parts.learner.save(str(parts.folder.path / "checkpoint"), limit)
+    except TimeoutError:
+        raise CheckpointError(
+            f"saving the checkpoint took more than {limit:g} s (trainer.save_timeout_s: "
+            f"{parts.config.trainer.save_timeout_s:g})"
+        ) from None
+
+
+async def _write_summary(parts: Parts, reason: str, version: int | None) -> dict[str, Any]:
+    cpu_s, payload_bytes = await costs(parts.learner, parts.workers, parts.ray)
+    cpu_s["data"] = parts.inputs.cpu_s
+    wall_s = time.monotonic() - parts.started
+    summary = summarise(parts.config, parts.pipeline, reason, wall_s, cpu_s)
     summary["payload_bytes"] = payload_bytes
-    folder.write_json("summary.json", summary)
-    await _close(workers, learner)
-    if pipeline.queue.version > 0:
+    summary["checkpoint_version"] = version
+    try:
+        parts.folder.write_json("summary.json", summary)
+    except OSError as error:
+        log.error("summary.json was not written: %s", error)
+    return summary
+
+
+def _show(parts: Parts, summary: dict[str, Any]) -> None:
+    """The picture and the table."""
+    if parts.pipeline.queue.version > 0:
         from dapo_async.studies.figures import render_report
 
         try:
-            render_report(folder.path)
-        except (OSError, ValueError) as error:
-            log.warning("report.png was not drawn: %s", error)
-    if config.trainer.progress != "off":
-        reports = pipeline.eval_reports
+            render_report(parts.folder.path)
+        except Exception as error:  # noqa: BLE001 - a picture is no reason to end badly
+            log.warning("report.png was not drawn: %s: %s", type(error).__name__, error)
+    if parts.config.trainer.progress != "off":
+        reports = parts.pipeline.eval_reports
         before, after = (reports[0], reports[-1]) if reports else (None, None)
-        console.print(result_table(before, after, summary))
-        console.print(f"written to {folder.path}", highlight=False)
+        parts.console.print(result_table(before, after, summary))
+        say(parts.console, f"written to {parts.folder.path}")
 
 
 async def _close(workers: list[Any], learner: Any) -> None:
     try:
         async with asyncio.timeout(CLOSE_GRACE_S):
-            await asyncio.gather(*(worker.close() for worker in workers), learner.close())
+            ends = [*(worker.close() for worker in workers), learner.close()]
+            for failure in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(failure, Exception):
+                    log.error("not closed: %s: %s", type(failure).__name__, failure)
     except TimeoutError:
         log.warning("workers or learner didn't close within %g s; they are ended", CLOSE_GRACE_S)
-
-
-async def _costs(learner: Any, workers: list[Any], ray: Any) -> tuple[dict[str, float], float]:
-    """CPU seconds by kind of process, and payload bytes that travelled (none by the driver)."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = {"driver": own.ru_utime + own.ru_stime}
-    payload_bytes = 0.0
-    pids: set[int] = set()
-    try:
-        *ranks, store = await learner.health()
-        rollouts = [await worker.health() for worker in workers]
-    except Exception as error:  # noqa: BLE001 - the summary is written all the same
-        # Costs of dead processes are not known.
-        log.debug("no costs: %s", error)
-        return cpu_s, payload_bytes
-    for kind, reports in (("learner", ranks), ("payload_store", [store]), ("workers", rollouts)):
-        cpu_s[kind] = sum(report["cpu_s"] for report in reports)
-        pids |= {int(report["pid"]) for report in reports}
-    payload_bytes = sum(report["payload_bytes"] for report in rollouts)
-    cpu_s["ray"] = ray.other_cpu_s(pids)
-    return cpu_s, payload_bytes
-
-
-def summarise(
-    config: Config, pipeline: Pipeline, reason: str, wall_s: float, cpu_s: dict[str, float]
-) -> dict[str, Any]:
-    """What summary.json holds."""
-    stats, reports = pipeline.stats, pipeline.eval_reports
-    run_s = max(1e-9, stats.elapsed_s)
-    idle = stats.fleet_idle_s / (run_s * max(1, len(pipeline.fleet.workers)))
-    return {
-        "run": config.run.name,
-        "exit_reason": reason,
-        "engine": config.rollout.engine,
-        "steps": pipeline.queue.version,
-        "wall_s": wall_s,
-        "train_wall_s": run_s,
-        "cpu_s": cpu_s,
-        "eval_before": asdict(reports[0]) if reports else None,
-        "eval_after": asdict(reports[-1]) if reports else None,
-        "rollout_tokens_per_s": stats.rollout_tokens / run_s,
-        "train_tokens_per_s": stats.train_tokens / run_s,
-        "idle_share": {
-            "learner": min(1.0, stats.learner_idle_s / run_s),
-            "workers": min(1.0, idle),
-        },
-        "max_staleness": config.replay.max_staleness,
-        "staleness": {
-            "histogram": {str(age): n for age, n in sorted(stats.staleness.items())},
-            "max": max(stats.staleness, default=0),
-        },
-        "ledger": pipeline.queue.ledger.summary(),
-        "weights_published": pipeline.weights_published,
-        "worker_restarts": sum(worker.restarts for worker in pipeline.fleet.workers),
-    }

@@ -504,6 +504,9 @@ class TrainerConfig(Section):
     """B, groups trained per step (a number or stages)."""
     stall_timeout_s: Positive = 1800.0
     """With no progress at all for this long the run ends (exit 7)."""
+    save_timeout_s: Positive = 1800.0
+    """Longest save of a finished run's checkpoint (exit 6); one that ends early has at most a
+    minute for it."""
     log_samples_every: Annotated[int, Field(ge=0)] = 10
     """Steps between sampled answers in samples.jsonl; 0 is never."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
@@ -618,6 +621,12 @@ def warnings(config: Config) -> list[str]:
         found.append(
             "top_p/top_k cut the sampled distribution, but log-probs are of the full one: the "
             "ratio of behavior and proximal policy is biased"
+        )
+    if config.rollout.deterministic and config.replay.max_staleness > 0:
+        found.append(
+            f"rollout.deterministic: true with replay.max_staleness: {config.replay.max_staleness} "
+            "repeats no run: which version samples a token depends on timing; only "
+            "max_staleness: 0 is repeatable"
         )
     return found
 

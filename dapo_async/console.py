@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from dapo_async.types import EvalReport
 
@@ -25,6 +26,12 @@ def set_up_logging(console: Console) -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
     logging.getLogger("dapo_async").setLevel(logging.INFO)
+
+
+def say(console: Console, text: str, label: str = "") -> None:
+    """Print a message as it is: brackets in it are no markup."""
+    # Not wrapped: a terminal does that by itself, and whoever searches a log wants whole lines.
+    console.print(Text.assemble((label, "red"), text), soft_wrap=True)
 
 
 class Status:
@@ -51,7 +58,7 @@ class Status:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=console,
             auto_refresh=False,
         )
@@ -65,7 +72,7 @@ class Status:
     def _render(self) -> Table:
         grid = Table.grid()
         grid.add_row(self._progress)
-        grid.add_row(f"[dim]{self._describe()}")
+        grid.add_row(Text(self._describe(), style="dim"))
         return grid
 
     def step(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -83,11 +90,11 @@ class Status:
         due = now - self._last_plain >= PLAIN_EVERY_S or version == self._steps
         if self._mode == "plain" and due:
             self._last_plain = now
-            self._console.print(f"step {version}/{self._steps}  {numbers}", highlight=False)
+            self.say(f"step {version}/{self._steps}  {numbers}")
 
     def say(self, text: str) -> None:
         if self._mode != "off":
-            self._console.print(text, highlight=False)
+            say(self._console, text)
 
     def close(self) -> None:
         if self._live is not None:
@@ -111,7 +118,7 @@ def result_table(
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     if before is not None and after is not None:
-        table.add_row("accuracy, sampled", _share(before), _share(after))
+        table.add_row("accuracy, sampled", Text(_share(before)), Text(_share(after)))
         if before.greedy_acc is not None and after.greedy_acc is not None:
             table.add_row("accuracy, greedy", f"{before.greedy_acc:.3f}", f"{after.greedy_acc:.3f}")
         lengths = f"{before.mean_length:.1f}", f"{after.mean_length:.1f}"
@@ -134,7 +141,7 @@ def result_table(
         ("  + dropped", ", ".join(f"{k} {v}" for k, v in ledger["dropped"].items()) or "0"),
         ("  + live", f"{ledger['live']}"),
     ):
-        table.add_row(name, "", value)
+        table.add_row(name, "", Text(value))
     return table
 
 

@@ -30,7 +30,7 @@ class WorkerLost(Exception):
 
 
 class WorkerPort(Protocol):
-    """One rollout worker as the pipeline sees it. Every method may raise WorkerLost."""
+    """One rollout worker as the pipeline sees it. Every coroutine may raise WorkerLost."""
 
     name: str
 
@@ -42,8 +42,9 @@ class WorkerPort(Protocol):
         """Queue leases; their results come out of `collect`."""
         ...
 
-    async def collect(self) -> Sequence[GroupMeta | LeaseFailure]:
-        """Results since the last call; waits for some, or returns none after a while."""
+    async def collect(self, gather_s: float) -> Sequence[GroupMeta | LeaseFailure]:
+        """Results since the last call; waits for some, or returns none after a while. Once it has
+        one it may wait for more, up to `gather_s`."""
         ...
 
     async def abort(self, lease_ids: Sequence[LeaseId]) -> None:
@@ -60,6 +61,10 @@ class WorkerPort(Protocol):
         happen meanwhile. `step` seeds the sampling."""
         ...
 
+    def kill(self) -> None:
+        """End its process at once, if there is one; `start` may follow. Raises nothing."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -69,8 +74,6 @@ class Worker:
     index: int = 0
     version: int | None = None
     """Proven by the engine; None while it starts: it gets no work until it reports one."""
-    refused: int = -1
-    """The newest version it refused; not offered again."""
     held: bool = False
     """It evaluates, so it isn't updated."""
     updating: bool = False
@@ -183,7 +186,6 @@ class Fleet:
         worker.to_submit.clear()
         worker.to_abort.clear()
         worker.version = None
-        worker.refused = -1
         worker.updating = False
         if worker.idle_since is None:
             worker.idle_since = now

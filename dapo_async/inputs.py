@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from dapo_async.chat import Tokenizer
 from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError
 from dapo_async.prompts import LoadedPrompts, load_prompts
+from dapo_async.rewards.child import die_with_parent
+from dapo_async.signals import Interrupted
 from dapo_async.types import Prompt
 
 
@@ -44,8 +47,21 @@ def read_inputs(config: Config) -> Inputs:
     """
     _check_quickly(config)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as child:
-        return child.submit(read_here, config).result()
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_child)
+    try:
+        return pool.submit(read_here, config).result()
+    except Interrupted:
+        for child in multiprocessing.active_children():  # it may have minutes of reading to do
+            child.kill()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _start_child() -> None:
+    """The child ends with the driver, and leaves a terminal's Ctrl-C to it."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def read_here(config: Config) -> Inputs:
@@ -56,7 +72,9 @@ def read_here(config: Config) -> Inputs:
 
     folder = Path(config.model.path)
     model = _check_quickly(config)
-    tokenizer: Tokenizer = cast(Any, AutoTokenizer).from_pretrained(folder, local_files_only=True)
+    tokenizer: Tokenizer = cast(Any, AutoTokenizer).from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     train = load_prompts(config.data.train, config.data, tokenizer)
     _check_vocabulary(config.data.train, train, model)
     held_out: tuple[Prompt, ...] = ()
@@ -77,6 +95,10 @@ def read_here(config: Config) -> Inputs:
 def _check_quickly(config: Config) -> dict[str, Any]:
     """What needs no tokenizer; returns the model's config.json."""
     model = _read_json(Path(config.model.path) / "config.json", needed=True)
+    if not any(Path(config.model.path).glob("tokenizer*")):
+        raise ConfigError(
+            f"`model.path: {config.model.path}` holds no tokenizer (tokenizer.json or the like)"
+        )
     limit = model.get("max_position_embeddings")
     longest = int(max(values(config.rollout.max_response_length)))
     needed = config.data.max_prompt_tokens + longest
@@ -125,6 +147,9 @@ def _read_json(path: Path, needed: bool) -> dict[str, Any]:
             raise ConfigError(f"`model.path`: {path} doesn't exist: not a Hugging Face folder")
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"`model.path`: {path} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"`model.path`: {path} holds a {type(content).__name__}, not an object")
+    return cast(dict[str, Any], content)

@@ -32,13 +32,14 @@ import contextlib
 import logging
 import operator
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from dapo_async import batching
+from dapo_async.broadcast import Broadcast, Due, Publishing, is_newer
 from dapo_async.config import Config, at
-from dapo_async.errors import ConfigError, RunError, StalledError, StarvedError, WorkersLostError
+from dapo_async.errors import ConfigError, StalledError, StarvedError, WorkersLostError
 from dapo_async.fleet import Fleet, Worker, WorkerLost, WorkerPort
 from dapo_async.replay import FormedBatch, ReplayQueue, publish_due
 from dapo_async.stats import StepStats, pool_outcomes
@@ -53,18 +54,18 @@ from dapo_async.types import (
     LeaseId,
     Prompt,
     StepReport,
-    WeightVersion,
 )
+from dapo_async.waiting import first_cause, until_one_fails, within
 
 log = logging.getLogger("dapo_async")
-PUBLISH_RETRY_S = 1.0
-MAIL_GATHER_S = 0.05
+EVAL_RETRY_S = 1.0
+UPDATE_RETRY_S = 10.0
+"""Pauses before something that failed is tried again."""
+MAIL_GATHER_S = 0.02
 """How long a mailbox is left open: a call to a worker costs the driver as much as a group does."""
+GATHER_MAX_S = 0.25
+"""Longest that a worker holds results back."""
 T = TypeVar("T")
-
-
-class PublishFailed(Exception):
-    """A version didn't become visible; it, or a newer one, is published again."""
 
 
 class UpdateRefusedByWorker(Exception):
@@ -79,19 +80,11 @@ class Prompts(Protocol):
     def quarantine(self, row_id: str) -> None: ...
 
 
-class Learner(Protocol):
+class Learner(Publishing, Protocol):
     """The learner ranks as one."""
 
     async def step(self, batch: Batch) -> StepReport:
         """Train one batch; its payloads are released afterwards."""
-        ...
-
-    async def snapshot(self, version: int) -> None:
-        """Copy the weights aside; training may go on when this returns."""
-        ...
-
-    async def commit(self, version: int) -> WeightVersion:
-        """Make the snapshot visible. Raises PublishFailed."""
         ...
 
     async def discard(self, lease_ids: Sequence[LeaseId]) -> None:
@@ -137,22 +130,26 @@ class Pipeline:
         self.eval_prompts = eval_prompts
         self.stop_ids = stop_ids
         self.steps = config.trainer.steps
+
+        @cache
+        def groups_per_step(step: int) -> int:
+            return int(at(config.trainer.groups_per_step, step))
+
         self.queue = ReplayQueue(
             max_staleness=config.replay.max_staleness,
-            groups_per_step=cache(lambda step: int(at(config.trainer.groups_per_step, step))),
+            groups_per_step=groups_per_step,
             steps=self.steps,
             depth=config.replay.steps_deep,
             oversample=config.replay.oversample,
         )
         self.fleet = Fleet(workers, config.rollout.max_groups_per_worker)
         self.stats = StepStats()
-        self.published = 0
-        """The newest version that workers can load; version 0 is the model they start from."""
-        self.weights_published = 0
+        self.broadcast = Broadcast(
+            config.weights, learner, on_published=self._progress, on_failed=self._look_at_groups
+        )
         self.eval_reports: list[EvalReport] = []
         self.doing = "starting"
         """What the learner does or waits for, for people."""
-        self._manifests: dict[int, WeightVersion] = {}
         self._draws: dict[DrawId, Draw] = {}
         self._metas: dict[DrawId, GroupMeta] = {}
         self._judged = 0
@@ -162,15 +159,10 @@ class Pipeline:
         """No new draws, so that a short batch leaves nobody behind (`starvation: train_short`)."""
         self._overdue: Counter[str] = Counter()
         """Groups that were overdue, by row."""
-        self._commit: asyncio.Task[None] | None = None
-        self._committing = 0
-        """The version whose snapshot is being made visible; 0 for none."""
-        self._publish_failures = 0
         self._evaluation: asyncio.Task[None] | None = None
         # Signals: set by whoever changes something, cleared by the one loop that looks.
         self._room = asyncio.Event()
         self._groups_changed = asyncio.Event()
-        self._versions_changed = asyncio.Condition()
         self._last_progress = 0.0
         self._update_turns = asyncio.Semaphore(max(1, len(workers) - 1))
 
@@ -207,10 +199,10 @@ class Pipeline:
             await self._train_one(formed)
             every = self.config.eval.every
             if every and self.queue.version % every == 0 and self.queue.version < self.steps:
-                await self._publish_if(_is_newer, group)
+                await self._publish_if(is_newer, group)
                 delay = self.config.weights.delay
                 self._start_evaluation(group, max(0, self.queue.version - delay))
-        await self._publish_newest(group)
+        await self.broadcast.publish_newest(self.queue.version, group)
         if self._evaluation is not None:
             self.doing = "waiting for the running evaluation"
             await self._evaluation
@@ -225,6 +217,7 @@ class Pipeline:
         metas = [self._metas[draw_id] for draw_id in formed.groups]
         batch = batching.plan_batch(self.config, formed.step, metas)
         self.doing = f"training step {formed.step}"
+        self._progress()
         self.stats.learner_busy(self._now())
         report = await within(
             self.config.learner.step_timeout_s, self.learner.step(batch), StalledError, self.doing
@@ -327,79 +320,10 @@ class Pipeline:
 
     # ---- weights -------------------------------------------------------------------------------
 
-    async def _publish_if(
-        self, due: Callable[[int, int, int], bool], group: asyncio.TaskGroup
-    ) -> None:
-        """Publish the learner's version when due: the snapshot now, the rest in the background.
-
-        A failed publish is tried again here, that is before the next step.
-        """
-        interval = self.config.weights.broadcast_interval
-        while due(self.queue.version, max(self.published, self._committing), interval):
-            await self._settle_commit()
-            if not due(self.queue.version, self.published, interval):
-                return
-            version = self.queue.version
-            self.doing = f"publishing version {version}"
-            started = self._now()
-            try:
-                await within(
-                    self.config.weights.publish_timeout_s,
-                    self.learner.snapshot(version),
-                    StalledError,
-                    f"the snapshot of version {version}",
-                )
-            except PublishFailed as failed:
-                await self._publish_failed(version, failed)
-                continue
-            self.stats.published(self._now() - started)
-            self._committing = version
-            self._commit = group.create_task(self._commit_snapshot(version))
-
-    async def _commit_snapshot(self, version: int) -> None:
-        try:
-            manifest = await within(
-                self.config.weights.publish_timeout_s,
-                self.learner.commit(version),
-                StalledError,
-                f"the publication of version {version}",
-            )
-        except PublishFailed as failed:
-            await self._publish_failed(version, failed)
-            self._committing = 0
-            self._groups_changed.set()
-            return
-        self._committing = 0
-        self.published = version
-        self.weights_published += 1
-        self._publish_failures = 0
-        self._manifests[version] = manifest
-        target = self._target_version()
-        for old in [v for v in self._manifests if v < target]:
-            del self._manifests[old]
-        self._progress()
-        async with self._versions_changed:
-            self._versions_changed.notify_all()
-
-    async def _publish_failed(self, version: int, error: PublishFailed) -> None:
-        log.warning("publishing version %d failed (%s); it is tried again", version, error)
-        self._publish_failures += 1
-        if self._publish_failures >= self.config.weights.max_publish_failures:
-            raise StalledError(
-                f"publishing failed {self._publish_failures} times in a row: {error}"
-            )
-        await asyncio.sleep(PUBLISH_RETRY_S)
-
-    async def _settle_commit(self) -> None:
-        if self._commit is not None:
-            await self._commit
-            self._commit = None
-
-    async def _publish_newest(self, group: asyncio.TaskGroup) -> None:
-        """Publish until the learner's version is visible."""
-        while self.published < self.queue.version:
-            await self._publish_if(_is_newer, group)
-            await self._settle_commit()
+    async def _publish_if(self, due: Due, group: asyncio.TaskGroup) -> None:
+        version = self.queue.version
+        self.doing = f"publishing version {version}"
+        self.stats.published(await self.broadcast.publish_if(due, version, group))
 
     def _publish_on_demand(self, version: int, published: int, interval: int) -> bool:
         """No worker may start any more though groups are missing: only newer weights help."""
@@ -410,13 +334,8 @@ class Pipeline:
         )
 
     def _target_version(self) -> int:
-        """The version workers should serve: the newest, or `weights.delay` behind it while there
-        is something left to train. Where that one was never published, the next newer."""
-        done = self.queue.version >= self.steps
-        wanted = self.published - (0 if done else self.config.weights.delay)
-        if wanted <= 0:
-            return 0
-        return min(version for version in self._manifests if version >= wanted)
+        """The version workers should serve."""
+        return self.broadcast.target(final=self.queue.version >= self.steps)
 
     # ---- workers -------------------------------------------------------------------------------
 
@@ -424,7 +343,8 @@ class Pipeline:
         """Keep one worker going: start, then send, collect and update until it is lost."""
         pause = 1.0
         left: list[LeaseId] = []
-        while True:
+        """Leases of its earlier lives, which may have stored payloads they never told of."""
+        while not worker.retired:
             try:
                 version = await within(
                     self.config.rollout.start_timeout_s,
@@ -432,28 +352,25 @@ class Pipeline:
                     WorkerLost,
                     f"the start of {worker.name}",
                 )
-                if left:  # its earlier life, over now, may have stored payloads it never told of
+                if left:
                     await self.learner.discard(left)
                     left = []
                 await self._proven(worker, version)
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._send(worker))
-                    group.create_task(self._collect(worker))
-                    group.create_task(self._update(worker))
-            except (WorkerLost, BaseExceptionGroup) as failure:
-                error = first_cause(failure)
-                if not isinstance(error, WorkerLost):
-                    raise error from failure
+                await until_one_fails(
+                    self._send(worker), self._collect(worker), self._update(worker)
+                )
+            except WorkerLost as error:
                 left += self._lose(worker, error)
             if worker.restarts > self.config.rollout.max_restarts:
                 self._retire(worker)
-                return
             await asyncio.sleep(pause)
             pause = min(60.0, 2 * pause)
+        await self.learner.discard(left)
 
     def _lose(self, worker: Worker, error: WorkerLost) -> list[LeaseId]:
         """Returns the leases it held."""
         log.warning("%s is lost: %s", worker.name, error)
+        worker.port.kill()  # it may live on, and must not work or store for nobody
         worker.last_error = str(error)
         leases = [lease.lease_id for lease in self.fleet.lose(worker, self._now())]
         for lease_id in leases:
@@ -488,7 +405,7 @@ class Pipeline:
     async def _collect(self, worker: Worker) -> None:
         while True:
             older: list[int] = []
-            for result in await worker.port.collect():
+            for result in await worker.port.collect(self._gather_s()):
                 self.fleet.landed(worker, result.lease_id, self._now())
                 if isinstance(result, LeaseFailure):
                     self._on_failure(result)
@@ -504,10 +421,15 @@ class Pipeline:
                     f"answers with tokens of version {min(older)}, older than the version it proved"
                 )
 
+    def _gather_s(self) -> float:
+        """How long a worker may hold results back to tell of several at once: a tenth of a step,
+        since a call costs the driver more than the results in it."""
+        return min(GATHER_MAX_S, 0.1 * self.stats.last_step_s)
+
     async def _update(self, worker: Worker) -> None:
         while True:
-            async with self._versions_changed:
-                await self._versions_changed.wait_for(lambda: self._update_wanted(worker))
+            async with self.broadcast.news:
+                await self.broadcast.news.wait_for(lambda: self._update_wanted(worker))
             async with self._update_turns:
                 if not self._update_wanted(worker):
                     continue
@@ -516,36 +438,39 @@ class Pipeline:
                 try:
                     version = await within(
                         self.config.weights.update_timeout_s,
-                        worker.port.update(self._manifests[target]),
+                        worker.port.update(self.broadcast.manifest(target)),
                         WorkerLost,
                         f"the update of {worker.name} to version {target}",
                     )
                 except UpdateRefusedByWorker as refused:
                     log.error("%s refused version %d: %s", worker.name, target, refused)
-                    worker.refused = target
                     version = None
                 finally:
                     worker.updating = False
             if version is None:
+                await self._newer_target(target, UPDATE_RETRY_S)
                 continue
             if version < target:
                 raise WorkerLost(f"updated to {target} but proves only version {version}")
             await self._proven(worker, version)
 
     def _update_wanted(self, worker: Worker) -> bool:
-        target = self._target_version()
-        return (
-            worker.version is not None
-            and not worker.held
-            and target > max(worker.version, worker.refused)
-        )
+        if worker.version is None or worker.held:
+            return False
+        return self._target_version() > worker.version
+
+    async def _newer_target(self, target: int, seconds: float) -> None:
+        """Wait until there is a newer version to serve than `target`, but only for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self.broadcast.news:
+                await self.broadcast.news.wait_for(lambda: self._target_version() > target)
 
     async def _proven(self, worker: Worker, version: int) -> None:
         self.fleet.prove(worker, version)
         self._progress()
         self._room.set()
-        async with self._versions_changed:
-            self._versions_changed.notify_all()
+        async with self.broadcast.news:
+            self.broadcast.news.notify_all()
 
     # ---- dispatch ------------------------------------------------------------------------------
 
@@ -604,6 +529,7 @@ class Pipeline:
             del self._draws[lease_id.draw_id]
         elif self.queue.complete(lease_id, meta.oldest_version):
             self._metas[lease_id.draw_id] = meta
+            self.stats.kept()
         else:
             await self.learner.discard([lease_id])
             self._give_up_or_lose(lease_id, "too_old")
@@ -679,11 +605,14 @@ class Pipeline:
         self._evaluation = group.create_task(self._evaluate(wanted))
 
     async def _evaluate(self, wanted: int) -> None:
-        """Evaluate one version on one worker, which is held back from updates meanwhile."""
-        while True:
-            async with self._versions_changed:
-                await self._versions_changed.wait_for(lambda: self.fleet.can_hold(wanted))
+        """Evaluate one version on one worker, which is held back from updates meanwhile. Given up,
+        with an error in the log, after `rollout.max_attempts` lost workers."""
+        attempts = self.config.rollout.max_attempts
+        for attempt in range(1, attempts + 1):
+            async with self.broadcast.news:
+                await self.broadcast.news.wait_for(lambda: self.fleet.can_hold(wanted))
                 worker = self.fleet.hold(wanted, self._now())
+            self._progress()
             try:
                 outcomes = await within(
                     self.config.eval.timeout_s,
@@ -692,55 +621,53 @@ class Pipeline:
                     f"the evaluation of version {worker.version}",
                 )
             except WorkerLost as error:
-                log.warning("%s was lost while evaluating (%s); again", worker.name, error)
-                continue
+                log.warning(
+                    "%s was lost while evaluating (attempt %d of %d): %s",
+                    *(worker.name, attempt, attempts, error),
+                )
+            else:
+                report = pool_outcomes(outcomes)
+                self.eval_reports.append(report)
+                self._progress()
+                self.observer.on_eval(report)
+                return
             finally:
                 self.fleet.release(worker, self._now())
-                async with self._versions_changed:
-                    self._versions_changed.notify_all()
-            report = pool_outcomes(outcomes)
-            self.eval_reports.append(report)
-            self._progress()
-            self.observer.on_eval(report)
-            return
+                async with self.broadcast.news:
+                    self.broadcast.news.notify_all()
+            await asyncio.sleep(EVAL_RETRY_S)
+        log.error("the evaluation at version %d is given up: no worker finished it", wanted)
 
     # ---- watching ------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """End the run when nothing has moved for too long, saying what it waits for."""
         while True:
-            deadline = self._last_progress + self.config.trainer.stall_timeout_s
-            if self._now() >= deadline:
+            patience = self._patience()
+            left = self._last_progress + patience - self._now()
+            if left <= 0:
                 raise StalledError(
-                    f"no progress for {self.config.trainer.stall_timeout_s:g} s; "
+                    f"no progress for {patience:g} s; "
                     f"the learner is {self.doing}; {self.fleet.describe()}"
                 )
-            await asyncio.sleep(deadline - self._now())
+            # No longer than this: the patience shrinks when a step or an evaluation ends.
+            await asyncio.sleep(min(left, self.config.trainer.stall_timeout_s))
+
+    def _patience(self) -> float:
+        """Seconds without progress that are still fine: a learner step and an evaluation may take
+        as long as their own limits allow."""
+        patience = self.config.trainer.stall_timeout_s
+        if self.queue.training:
+            patience = max(patience, self.config.learner.step_timeout_s)
+        if self._evaluation is not None and not self._evaluation.done():
+            patience = max(patience, self.config.eval.timeout_s)
+        return patience
 
     def _progress(self) -> None:
         self._last_progress = self._now()
 
+    def _look_at_groups(self) -> None:
+        self._groups_changed.set()
+
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _is_newer(version: int, published: int, interval: int) -> bool:
-    return version > published
-
-
-async def within(seconds: float, work: Awaitable[T], error: type[Exception], what: str) -> T:
-    """Await with a deadline; raises `error`, saying what was waited for."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError:
-        raise error(f"{what} took more than {seconds:g} s") from None
-
-
-def first_cause(failure: BaseException) -> BaseException:
-    """The one failure of a group to report: a RunError if there is one, else the first."""
-    if not isinstance(failure, BaseExceptionGroup):
-        return failure
-    group = cast(BaseExceptionGroup[BaseException], failure)
-    causes = [first_cause(inner) for inner in group.exceptions]
-    return next((cause for cause in causes if isinstance(cause, RunError)), causes[0])

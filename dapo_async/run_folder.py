@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
@@ -14,6 +16,8 @@ from dapo_async import config as configs
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError
 
+log = logging.getLogger("dapo_async")
+
 
 class RunFolder:
     """`<run.dir>/<run.name>/`: config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.png,
@@ -21,13 +25,15 @@ class RunFolder:
 
     Raises:
         ConfigError: another process uses it, it holds an earlier run and `run.overwrite` is off,
-            or it can't be written.
+            files in it were left by no run, or it can't be written.
     """
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir) / config.run.name
+        self._lost_lines = 0
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
             self._lock = (self.path / ".lock").open("a+")
         except OSError as error:
             raise ConfigError(f"the run folder {self.path} can't be made: {error}") from None
@@ -38,14 +44,32 @@ class RunFolder:
             self._lock.seek(0)
             owner = self._lock.read().strip() or "another process"
             raise ConfigError(f"the run folder {self.path} is in use by {owner}") from None
-        self._clear(config.run.overwrite)
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
-        (self.path / "config.yaml").write_text(configs.dump(config), encoding="utf-8")
+        try:
+            self._clear(config.run.overwrite)
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._lock.flush()
+            (self.path / "config.yaml").write_text(configs.dump(config), encoding="utf-8")
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"the run folder {self.path} can't be written: {error}") from None
+        except ConfigError:
+            self.close()
+            raise
+
+    def _refuse_foreign(self) -> None:
+        """Before anything is touched: `run.overwrite` must never delete what no run has left."""
+        names = {entry.name for entry in self.path.iterdir()}
+        if names - {".lock"} and not {".lock", "config.yaml"} <= names:
+            raise ConfigError(
+                f"the folder {self.path} holds files that no run has left; choose another "
+                "`run.dir` or `run.name`"
+            )
 
     def _clear(self, overwrite: bool) -> None:
         old = [entry for entry in self.path.iterdir() if entry.name != ".lock"]
+        # Last what tells the folder for a run's, in case this is interrupted.
+        old.sort(key=lambda entry: entry.name == "config.yaml")
         if old and not overwrite:
             raise ConfigError(
                 f"the run folder {self.path} holds an earlier run; choose another `run.name` or "
@@ -64,8 +88,16 @@ class RunFolder:
         aside.replace(self.path / name)
 
     def append_json(self, name: str, content: dict[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content, ensure_ascii=False, default=float) + "\n")
+        """Add a line to a file; one that can't be written is lost, and the run goes on."""
+        line = json.dumps(content, ensure_ascii=False, default=float) + "\n"
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            if self._lost_lines == 0:
+                log.warning("%s can't be written: %s; the run goes on", self.path / name, error)
+            self._lost_lines += 1
 
     def close(self) -> None:
-        self._lock.close()
+        with contextlib.suppress(OSError):  # a full disk, with the owner's name not yet written
+            self._lock.close()

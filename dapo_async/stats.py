@@ -24,6 +24,7 @@ class StepStats:
         self.rollout_tokens = 0
         self.train_tokens = 0
         self.learner_idle_s = 0.0
+        self.last_step_s = 0.0
         self.elapsed_s = 0.0
         self.fleet_idle_s = 0.0
         self._started_at = 0.0
@@ -33,6 +34,7 @@ class StepStats:
         self._busy_since = self._busy_in_step = 0.0
         self._fleet_idle_before = 0.0
         self._judged: list[GroupMeta] = []
+        self._kept = 0
         self._reissued_before = 0
         self._filtered_before: Counter[str] = Counter()
 
@@ -44,6 +46,10 @@ class StepStats:
         """A group came out of the rollout workers, kept or not."""
         self._judged.append(meta)
         self.rollout_tokens += sum(meta.response_tokens_G)
+
+    def kept(self) -> None:
+        """A group may be trained: neither filtered, nor dropped (its reward failed, too old)."""
+        self._kept += 1
 
     def learner_busy(self, now: float) -> None:
         if self._idle_since is not None:
@@ -104,9 +110,11 @@ class StepStats:
         self.staleness.update(report.staleness)
         self.train_tokens += report.trained_tokens
         self._step_started_at = now
+        self.last_step_s = step_s
         self._idle_in_step = self._publish_in_step = self._busy_in_step = 0.0
         self._fleet_idle_before = idle_now
         self._judged = []
+        self._kept = 0
         self._reissued_before = ledger.reissued
         self.elapsed_s = now - self._started_at
         self.fleet_idle_s = idle_now
@@ -116,15 +124,13 @@ class StepStats:
         filtered = queue.ledger.filtered
         new = {kind: filtered[kind] - self._filtered_before[kind] for kind in filtered}
         self._filtered_before = Counter(filtered)
-        judged = len(self._judged)
-        kept = max(0, judged - sum(new.values()))
         metrics: dict[str, float] = {
             f"filter/{kind}": new.get(kind, 0) for kind in ("all_right", "all_wrong", "uniform")
         }
         metrics |= {f"filter/{kind}": count for kind, count in new.items()}
         return metrics | {
-            "filter/kept": kept,
-            "filter/kept_share": kept / max(1, judged),
+            "filter/kept": self._kept,
+            "filter/kept_share": self._kept / max(1, len(self._judged)),
         }
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import math
 import mmap
 import os
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_async.codec import MAX_FRAME_BYTES, MalformedFrame, decode, encode
+from dapo_async.owned_folders import make_owned, remove_abandoned, try_lock
 from dapo_async.types import TensorSpec, WeightVersion
 
 if TYPE_CHECKING:
@@ -92,17 +92,10 @@ class WeightStore:
         """
         if parent is None:
             parent = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        _remove_abandoned(Path(parent), _ROOT_PREFIX)
-        while True:  # a sweeping neighbour may take a folder before it is locked: take another
-            root = Path(tempfile.mkdtemp(prefix=_ROOT_PREFIX, dir=parent))
-            lock = _try_lock(root)
-            if lock is None:
-                continue
-            if root.exists():
-                store = cls(root)
-                store._lock = lock
-                return store
-            os.close(lock)
+        root, lock = make_owned(_ROOT_PREFIX, parent)
+        store = cls(root)
+        store._lock = lock
+        return store
 
     def close(self) -> None:
         """Remove the folder if this object made it. Readers with an open version keep it."""
@@ -130,7 +123,7 @@ class WeightStore:
         latest = self.latest()
         if version < 0 or (latest is not None and version <= latest):
             raise ValueError(f"version {version} must be newer than the latest, {latest}")
-        _remove_abandoned(self.root, _TMP_PREFIX)
+        remove_abandoned(self.root, _TMP_PREFIX)
         return VersionWriter(self.root, version, _layout(shapes))
 
     def prune(self, newest: int = 2, keep: Collection[int] = ()) -> tuple[int, ...]:
@@ -144,7 +137,7 @@ class WeightStore:
             # Renamed first: a reader never meets a version that is half removed.
             gone = self.root / f"{_GONE_PREFIX}{version}"
             self._folder(version).rename(gone)
-        _remove_abandoned(self.root, _GONE_PREFIX)
+        remove_abandoned(self.root, _GONE_PREFIX)
         return tuple(doomed)
 
     # ---- reading -----------------------------------------------------------------------------
@@ -259,7 +252,7 @@ class VersionWriter:
         self._layout = layout
         self._missing = dict.fromkeys(layout)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{version}-", dir=root))
-        self._lock = _try_lock(self._folder)
+        self._lock = try_lock(self._folder)
         size = max((spec.offset + spec.nbytes for spec in layout.values()), default=0)
         try:
             self._map: mmap.mmap | None = _allocate(self._folder / "tensors", max(size, ALIGNMENT))
@@ -461,29 +454,3 @@ def _open_regular(path: Path) -> int:
         os.close(descriptor)
         raise WeightsRefused(f"{path} is not a regular file")
     return descriptor
-
-
-def _try_lock(folder: Path) -> int | None:
-    """Lock a folder for as long as the returned descriptor is open; None if another has it.
-
-    The kernel lets go of the lock when the process dies, however it dies, and no process id is
-    compared, so it works between containers that share /dev/shm.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove the folders whose owner has died: those that nobody holds a lock on."""
-    for folder in parent.glob(f"{prefix}*"):
-        if (lock := _try_lock(folder)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)

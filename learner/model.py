@@ -442,7 +442,7 @@ def load_policy(
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"`model.path: {path}` is not a folder with a config.json")
-    config: Any = AutoConfig.from_pretrained(folder)
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     _refuse_unsupported(config, folder)
     # With dropout, scoring the same tokens twice would give two answers and the ratio would not
     # start at 1.
@@ -454,7 +454,11 @@ def load_policy(
     AttentionInterface.register(name, _packed_attention(attention))
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=name
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=name,
+            trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"`model.path: {path}` can't be loaded: {error}") from error

@@ -126,6 +126,8 @@ class Trainer:
         self.config = config
         self.rank, self.world = rank, world
         self.version = version
+        self.torn = False
+        """Weights between two versions: a step was updating, or failed after an update."""
         self.skipped_in_a_row = 0
         torch.set_num_threads(config.learner.threads_per_rank)
         self._owns_group = not torch.distributed.is_initialized()
@@ -250,8 +252,10 @@ class Trainer:
             return self._skip(batch)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = batch.lr
+        before, self.torn = self.torn, True
         self.engine.step()
         if not self.engine.was_step_applied():  # finite on every rank, but the sum was not
+            self.torn = before
             return self._skip(batch)
         self.skipped_in_a_row = 0
         norm = float(self.engine.get_global_grad_norm())
@@ -375,7 +379,7 @@ class Trainer:
             metrics[name] = counts[name]
         metrics["learner/lr"] = batch.lr
         metrics["learner/skipped_updates"] = float(skipped)
-        self.version = batch.version + 1
+        self.version, self.torn = batch.version + 1, False
         return StepReport(
             version=self.version,
             metrics=metrics,
@@ -446,6 +450,9 @@ def _start_engine(
         LOCAL_SIZE=str(world),
         MASTER_ADDR=master_addr,
     )
+    if master_addr == "127.0.0.1":
+        # Otherwise gloo listens on the interface of the host's name, which others may reach.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "nccl" if on_gpu else "gloo"
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     if not torch.distributed.is_initialized():

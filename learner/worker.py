@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,16 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from dapo_async.broadcast import PublishFailed
 from dapo_async.codec import decode, encode
 from dapo_async.config import Config, validate
-from dapo_async.errors import RunError, WorkersLostError
-from dapo_async.pipeline import PublishFailed
+from dapo_async.errors import CheckpointError, DivergedError, RunError, WorkersLostError
 from dapo_async.types import Batch, Group, LeaseId, StepReport, WeightVersion
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 120.0
+log = logging.getLogger("dapo_async")
 
 
 class LearnerRank:
@@ -73,7 +75,12 @@ class LearnerRank:
         self._publisher = Publisher(self._weight_store)
 
     async def step(self, frame: bytes) -> bytes:
-        """Fetch this rank's payloads and train one batch; a StepReport frame (rank 0's counts)."""
+        """Fetch this rank's payloads and train one batch; a StepReport frame (rank 0's counts).
+
+        Raises:
+            WorkersLostError: the payload store is gone.
+            RunError: as `Trainer.step`.
+        """
         batch = decode(frame, Batch)
         mine = {
             sample.draw_id
@@ -82,7 +89,10 @@ class LearnerRank:
             for sample in micro_batch
         }
         lease_ids = [lease_id for lease_id in batch.lease_ids if lease_id.draw_id in mine]
-        frames = await self._store.get.remote([encode(lease_id) for lease_id in lease_ids])
+        try:
+            frames = await self._store.get.remote([encode(lease_id) for lease_id in lease_ids])
+        except RayActorError as error:
+            raise WorkersLostError(f"the payload store is lost: {error}") from error
         groups = {
             lease_id.draw_id: decode(group, Group)
             for lease_id, group in zip(lease_ids, frames, strict=True)
@@ -99,21 +109,44 @@ class LearnerRank:
         return ""
 
     async def commit(self, version: int, newest: int) -> tuple[bytes, str]:
-        """Wait until a snapshot is visible; its manifest frame, or why it failed."""
-        from dapo_async.weights import WeightsRefused
+        """Wait until a snapshot is visible; its manifest frame, or why it failed.
+
+        Raises:
+            DivergedError: the weights are not finite; a second attempt would meet the same ones.
+        """
+        from dapo_async.weights import NonFiniteWeights, WeightsRefused
 
         try:
             manifest = await asyncio.wrap_future(self._pending.pop(version))
-            self._weight_store.prune(newest=newest)
+        except NonFiniteWeights as error:
+            raise DivergedError(f"version {version} can't be published: {error}") from error
         except (OSError, WeightsRefused) as error:
             return b"", f"{type(error).__name__}: {error}"
+        try:
+            self._weight_store.prune(newest=newest)
+        except OSError as error:  # the version is visible all the same; the next prune gets both
+            log.warning("old weights were not removed: %s", error)
         return encode(manifest), ""
 
-    async def save(self, path: str) -> None:
-        """Write a Hugging Face folder."""
+    async def save(self, path: str) -> int:
+        """Write a Hugging Face folder, behind a step under way; returns the version it holds.
+
+        Raises:
+            CheckpointError: it can't be written, or a step failed between two updates.
+        """
+        return await self._run(lambda: self._save(path))
+
+    def _save(self, path: str) -> int:
         from learner.publisher import save_hf
 
-        await self._run(lambda: save_hf(self._trainer.model, self._config.model.path, path))
+        version: int = self._trainer.version
+        if self._trainer.torn:
+            raise CheckpointError(
+                f"the step after version {version} failed half-way: its weights belong to no "
+                "version and are not saved"
+            )
+        save_hf(self._trainer.model, self._config.model.path, path)
+        return version
 
     async def health(self) -> dict[str, float]:
         return {"pid": float(os.getpid()), "cpu_s": sum(os.times()[:4])}
@@ -181,11 +214,26 @@ class RayLearner:
         return decode(frame, WeightVersion)
 
     async def discard(self, lease_ids: Sequence[LeaseId]) -> None:
-        # Not awaited: nobody depends on it, and a lost store shows at the next step.
-        self._store.discard.remote([encode(lease_id) for lease_id in lease_ids])
+        if not lease_ids:
+            return
+        # Awaited, so that a lost store ends the run here and not workers and draws one by one.
+        frames = [encode(lease_id) for lease_id in lease_ids]
+        await self._call(self._store.discard.remote(frames), CALL_TIMEOUT_S, "payload store")
 
-    async def save(self, path: str) -> None:
-        await self._call(self._actors[0].save.remote(path), CALL_TIMEOUT_S)
+    async def save(self, path: str, timeout_s: float = CALL_TIMEOUT_S) -> int:
+        """Write a Hugging Face folder; returns the version it holds, which after an interrupted
+        step may be newer than the last that was reported.
+
+        Raises:
+            CheckpointError: it can't be written, or not within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._call(self._actors[0].save.remote(path))
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} took more than {timeout_s:g} s"
+            ) from error
 
     async def health(self) -> list[dict[str, float]]:
         calls = [actor.health.remote() for actor in [*self._actors, self._store]]
@@ -198,18 +246,27 @@ class RayLearner:
         for actor in self._actors:
             ray.kill(actor)
 
-    async def _call(self, reference: Awaitable[T], timeout_s: float | None = None) -> T:
-        """Await an answer; errors of ours keep their kind, anything else is a lost learner."""
+    async def _call(
+        self, reference: Awaitable[T], timeout_s: float | None = None, who: str = "learner"
+    ) -> T:
+        """Await an answer.
+
+        Raises:
+            RunError: errors of ours keep their kind; any other exception in the actor is a bug.
+            WorkersLostError: the actor is dead or doesn't answer.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return await reference
-        except TimeoutError as error:
-            raise WorkersLostError(f"the learner gave no answer within {timeout_s:g} s") from error
-        except RayError as error:
+        except RayError as error:  # first: a TimeoutError inside the actor is of both kinds here
             cause = getattr(error, "cause", None)
             if isinstance(cause, RunError):
                 raise cause from error
-            raise WorkersLostError(f"the learner failed: {error}") from error
+            if isinstance(error, RayTaskError):
+                raise RunError(f"the {who} failed: {error}") from error
+            raise WorkersLostError(f"the {who} is lost: {error}") from error
+        except TimeoutError as error:
+            raise WorkersLostError(f"the {who} gave no answer within {timeout_s:g} s") from error
 
 
 async def _all(references: Sequence[Awaitable[T]]) -> list[T]:

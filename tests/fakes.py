@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dapo_async.broadcast import PublishFailed
 from dapo_async.config import Config, validate
 from dapo_async.errors import GateError
 from dapo_async.fleet import WorkerLost
-from dapo_async.pipeline import Pipeline, PublishFailed
+from dapo_async.pipeline import Pipeline
 from dapo_async.replay import ReplayQueue, gate
 from dapo_async.types import (
     Batch,
@@ -144,9 +145,8 @@ class FakeWorker:
         self.alive = False
 
     async def start(self) -> int:
-        for task in self.tasks.values():
-            task.cancel()  # a process of an earlier life would be killed
-        self.tasks.clear()
+        if self.alive or self.tasks:
+            raise Breach("a lost worker was started again without being killed")
         await asyncio.sleep(self.random.uniform(0.1, 5.0))
         self.starts += 1
         self.version = 0
@@ -182,6 +182,9 @@ class FakeWorker:
         self.results.append(group_meta(lease, self.name, oldest, self.version, accs))
         self.news.set()
 
+    def kill(self) -> None:
+        self._die()
+
     def _die(self) -> None:
         self.alive = False
         for task in self.tasks.values():
@@ -194,7 +197,7 @@ class FakeWorker:
         if not self.alive:
             raise WorkerLost("fake crash")
 
-    async def collect(self) -> Sequence[GroupMeta | LeaseFailure]:
+    async def collect(self, gather_s: float) -> Sequence[GroupMeta | LeaseFailure]:
         await self.news.wait()
         self._check_alive()
         self.news.clear()

@@ -128,7 +128,11 @@ class RewardProcess:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, its import path, and one thread for numerical libraries."""
+    """This process's environment, its import path, and one thread for numerical libraries.
+
+    Without Ray's part: with the cluster's address and token, what a model wrote could reach it.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = [entry or os.getcwd() for entry in sys.path]
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **dict.fromkeys(threads, "1")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path), **dict.fromkeys(threads, "1")}

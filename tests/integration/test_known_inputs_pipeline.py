@@ -72,9 +72,10 @@ def on_answers(pipeline: Pipeline, change: Callable[[list[Result]], list[Result]
     for port in ports(pipeline):
 
         async def changed(
-            collect: Callable[[], Awaitable[Sequence[Result]]] = port.collect,
+            gather_s: float,
+            collect: Callable[[float], Awaitable[Sequence[Result]]] = port.collect,
         ) -> list[Result]:
-            return change(list(await collect()))
+            return change(list(await collect(gather_s)))
 
         port.collect = changed  # type: ignore[method-assign]
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -29,10 +30,11 @@ QUICK_S = 10.0
 class Command:
     """One `dapo-async` process, and every process it leaves behind."""
 
-    def __init__(self, *args: str, cwd: Path = ROOT) -> None:
+    def __init__(self, *args: str, cwd: Path = ROOT, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
         self.started = time.monotonic()
         environment = dict(os.environ, DAPO_TEST_MARK=self.mark, PYTHONPATH=str(ROOT))
+        environment |= variables
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dapo_async.cli", *args],
             stdout=subprocess.PIPE,
@@ -52,7 +54,7 @@ class Command:
     def listening(self) -> set[str]:
         """Addresses on which its processes accept connections."""
         found: set[str] = set()
-        for process in self._alive():
+        for process in self.alive():
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     found.add(connection.laddr.ip)
@@ -61,11 +63,11 @@ class Command:
     def leftovers(self) -> list[str]:
         """Processes of this command that are alive 15 seconds after its end."""
         deadline = time.monotonic() + 15
-        while (found := self._alive()) and time.monotonic() < deadline:
+        while (found := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in found]
 
-    def _alive(self) -> list[psutil.Process]:
+    def alive(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
         for process in psutil.process_iter():
             try:
@@ -171,6 +173,55 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(
     assert ledger["drawn"] == ended + ledger["live"]
     assert (tmp_path / "long" / "checkpoint" / "model.safetensors").is_file()
 
+    saved = summary["checkpoint_version"]
+    assert saved in (summary["steps"], summary["steps"] + 1)
+
+
+def when_started(command: Command, part: str) -> None:
+    """Wait until the command has a process with this in its command line."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and command.process.poll() is None:
+        for process in command.alive():
+            try:
+                if part in " ".join(process.cmdline()):
+                    return
+            except psutil.Error:
+                continue
+        time.sleep(0.02)
+    raise AssertionError(f"no process {part!r}: {command.output}")
+
+
+@pytest.mark.parametrize(
+    ("number", "part"),
+    [
+        (signal.SIGTERM, "multiprocessing.spawn"),  # it reads the data
+        (signal.SIGINT, "multiprocessing.spawn"),
+        (signal.SIGTERM, "gcs_server"),  # Ray starts
+        (signal.SIGTERM, "ray::LearnerRank"),  # the learner starts
+    ],
+    ids=["reading", "ctrl-c-reading", "ray", "learner"],
+)
+def test_a_signal_during_the_start_leaves_nothing(
+    tiny: Path, tmp_path: Path, number: signal.Signals, part: str
+) -> None:
+    path = write(tmp_path / "run.yaml", tiny_run(tiny, "early", tmp_path))
+    # Short: Ray's sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as temp:
+        command = Command("train", path, TMPDIR=temp)
+        when_started(command, part)
+        if number == signal.SIGINT:  # as a terminal does: to every process of the group
+            os.killpg(command.process.pid, number)
+        else:
+            command.process.send_signal(number)
+        assert command.wait(60) == 128 + number, command.output
+        assert "Traceback" not in command.output
+        assert f"stopped by {number.name}" in command.output
+        assert command.leftovers() == []
+        assert list(Path(temp).glob("dapo-*")) == []
+    if part == "ray::LearnerRank":
+        summary = json.loads((tmp_path / "early" / "summary.json").read_text())
+        assert summary["exit_reason"] == number.name.lower() and summary["steps"] == 0
+
 
 @pytest.fixture(scope="module")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -201,6 +252,7 @@ def test_a_run_leaves_everything_it_promises(finished: Path) -> None:
     } <= names  # fmt: skip
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 5 and summary["exit_reason"] == "done"
+    assert summary["checkpoint_version"] == 5
     assert summary["staleness"]["max"] <= summary["max_staleness"] == 2
     assert sum(summary["staleness"]["histogram"].values()) == 5 * 4 * 4
     ledger = summary["ledger"]

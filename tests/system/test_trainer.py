@@ -370,6 +370,21 @@ def test_a_batch_for_another_version_is_refused(one: Ranks, model_path: str) -> 
     assert not changed and version == 1
 
 
+def test_only_a_step_that_fails_between_its_updates_leaves_torn_weights(
+    one: Ranks, model_path: str
+) -> None:
+    config = make_config(model_path, 1, learner={"minibatches": 2})
+    work = make_work(ONE_RANK_HALVES)
+    (torn,) = one.run("break_in_second_update", config=config, batches=work)
+    assert torn == (False, False, True)
+
+
+def test_ranks_that_meet_on_loopback_listen_nowhere_else(two: Ranks, model_path: str) -> None:
+    for addresses, interface in two.run("listening", config=make_config(model_path, 2)):
+        assert addresses and set(addresses) == {"127.0.0.1"}
+        assert interface == "lo", "else it is the one of the host's name, here by chance the same"
+
+
 @pytest.mark.parametrize("proximal", ["behavior", "loglinear"])
 def test_other_proximal_policies_need_no_extra_forward_and_keep_to_their_definition(
     one: Ranks, model_path: str, proximal: str

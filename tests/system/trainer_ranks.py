@@ -197,7 +197,49 @@ def refuse(
     return message, changed, trainer.step(*good).version
 
 
+def break_in_second_update(
+    rank: int, world: int, port: int, *, config: Config, batches: Work
+) -> tuple[bool, bool, bool]:
+    """`torn` before a step, after the whole first one, and after one that breaks in its second
+    minibatch."""
+    trainer = trainer_for(rank, world, port, config)
+    found = [trainer.torn]
+    trainer.step(*batches[0])
+    found.append(trainer.torn)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if trainer.torn:
+            raise RuntimeError("out of memory")
+
+    hook = trainer.policy.register_forward_pre_hook(fail)
+    try:
+        trainer.step(*batches[1])
+    except RuntimeError as error:
+        assert "out of memory" in str(error) and calls > 1
+    finally:
+        hook.remove()
+    found.append(trainer.torn)
+    return found[0], found[1], found[2]
+
+
+def listening(rank: int, world: int, port: int, *, config: Config) -> tuple[list[str], str]:
+    """Addresses at which this process takes connections, and the interface gloo was given."""
+    import os
+
+    import psutil
+
+    trainer_for(rank, world, port, config)
+    connections = psutil.Process().net_connections("inet")
+    addresses = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+    return addresses, os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
 TASKS = {
+    "break_in_second_update": break_in_second_update,
+    "listening": listening,
     "train": train,
     "train_poisoned": train_poisoned,
     "poison_until_it_ends": poison_until_it_ends,

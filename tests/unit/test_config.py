@@ -161,6 +161,15 @@ def test_legal_but_doubtful_settings_warn() -> None:
     assert "broadcast_interval" in text and "seq_final_reward" in text and "top_p" in text
 
 
+@pytest.mark.parametrize(("staleness", "warned"), [(0, False), (2, True)])
+def test_determinism_is_warned_of_where_no_run_can_repeat(staleness: int, warned: bool) -> None:
+    config = configs.validate(
+        with_values(rollout__deterministic=True, replay__max_staleness=staleness)
+    )
+    assert [w for w in configs.warnings(config) if "deterministic" in w] == configs.warnings(config)
+    assert bool(configs.warnings(config)) == warned
+
+
 # ---- files and overrides -----------------------------------------------------------------------
 
 

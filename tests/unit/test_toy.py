@@ -307,7 +307,7 @@ def test_the_quickstart_config_holds_the_measured_recipe() -> None:
     assert (loaded.trainer.groups_per_step, loaded.rollout.group_size) == (16, 16)
     assert (learner.lr, learner.lr_schedule, learner.lr_min_share) == (4e-4, "cosine", 0.05)
     assert (learner.betas, learner.weight_decay, learner.warmup_steps) == ([0.9, 0.99], 0.0, 5)
-    assert (learner.minibatches, loaded.trainer.steps) == (2, 250)
+    assert (learner.minibatches, loaded.trainer.steps) == (2, 300)
     assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
     assert loaded.overlong_or_off.buffer == 12
     assert (loaded.replay.max_staleness, loaded.off_policy.truncate_cap) == (2, 2.0)

@@ -1,0 +1,51 @@
+"""Temporary folders that belong to a living process, and the sweep of those whose owner has died.
+
+An owner holds a lock on its folder. The kernel lets go of the lock when the process dies, however
+it dies, and no process id is compared, so it works between containers that share a folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def make_owned(prefix: str, parent: str | Path) -> tuple[Path, int]:
+    """Make a folder readable by this user only; returns it and the descriptor of its lock.
+
+    Folders with this prefix whose owners have died are removed on the way.
+    """
+    remove_abandoned(Path(parent), prefix)
+    while True:  # a sweeping neighbour may take a folder before it is locked: take another
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = try_lock(folder)
+        if lock is None:
+            continue
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def try_lock(folder: Path) -> int | None:
+    """Lock a folder for as long as the returned descriptor is open; None if another has it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the folders whose owner has died: those that nobody holds a lock on."""
+    for folder in parent.glob(f"{prefix}*"):
+        if (lock := try_lock(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
