@@ -61,7 +61,7 @@ log = logging.getLogger("dapo_async")
 EVAL_RETRY_S = 1.0
 UPDATE_RETRY_S = 10.0
 """Pauses before something that failed is tried again."""
-MAIL_GATHER_S = 0.02
+MAIL_GATHER_S = 0.05
 """How long a mailbox is left open: a call to a worker costs the driver as much as a group does."""
 GATHER_MAX_S = 0.25
 """Longest that a worker holds results back."""
@@ -422,9 +422,9 @@ class Pipeline:
                 )
 
     def _gather_s(self) -> float:
-        """How long a worker may hold results back to tell of several at once: a tenth of a step,
+        """How long a worker may hold results back to tell of several at once: a quarter of a step,
         since a call costs the driver more than the results in it."""
-        return min(GATHER_MAX_S, 0.1 * self.stats.last_step_s)
+        return min(GATHER_MAX_S, 0.25 * self.stats.last_step_s)
 
     async def _update(self, worker: Worker) -> None:
         while True:

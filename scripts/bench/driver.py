@@ -61,7 +61,8 @@ def main() -> None:
     for kind, seconds in sorted(cpu_s.items(), key=lambda item: -item[1]):
         print(f"  {kind:14} {seconds:8.1f} CPU s  {seconds / total:6.1%}")
     print(f"  {'total':14} {total:8.1f} CPU s in {summary['wall_s']:.0f} s")
-    print(f"driver loops: {loops[0]:.1f} CPU s, {1000 * loops[0] / ledger['drawn']:.2f} ms per group")
+    per_group_ms = 1000 * loops[0] / ledger["drawn"]
+    print(f"driver loops: {loops[0]:.1f} CPU s, {per_group_ms:.2f} ms per group")
 
 
 if __name__ == "__main__":

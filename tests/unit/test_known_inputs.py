@@ -556,9 +556,7 @@ def test_the_engine_reports_what_the_learner_computes_before_and_after_an_update
     sampling = SamplingParams(temperature=0.5, max_response_tokens=12, seed=1)
 
     def ratios(answers: Sequence[Completion]) -> torch.Tensor:
-        packed = pack(
-            [np.array(prompt)] * len(answers), [answer.token_ids_T for answer in answers]
-        )
+        packed = pack([np.array(prompt)] * len(answers), [answer.token_ids_T for answer in answers])
         reported = np.concatenate([answers[i].logprobs_T for i in packed.order_S])
         with torch.no_grad():
             logprobs, _ = policy(packed, 0.5)
