@@ -21,7 +21,9 @@ from dapo_async.replay import ReplayQueue
 from dapo_async.studies.virtual_time import Deadlock, run
 from tests.fakes import Outcome, World, run_world
 
-TROUBLES = ("none", "crash", "hang", "publish", "B", "rebound", "eval", "oversample", "all")
+TROUBLES = (
+    "none", "crash", "hang", "publish", "B", "rebound", "eval", "oversample", "delay", "all"
+)  # fmt: skip
 
 
 def make_world(seed: int, eta: int, trouble: str, steps: int) -> World:
@@ -48,7 +50,8 @@ def make_world(seed: int, eta: int, trouble: str, steps: int) -> World:
         groups=groups,
         workers=dice.randint(1, 5),
         slots=dice.randint(1, 8),
-        interval=dice.randint(1, lowest_eta + 1),
+        interval=1 if trouble == "delay" else dice.randint(1, lowest_eta + 1),
+        delay=dice.randint(0, eta) if trouble == "delay" else 0,
         depth=dice.choice([None, 1.0, dice.uniform(1, eta + 1), float(eta + 1)]),
         oversample=dice.choice([1.5, 2.0]) if on("oversample") else 1.0,
         filter_rate=dice.choice([0.0, 0.3, 0.8]),
@@ -56,7 +59,7 @@ def make_world(seed: int, eta: int, trouble: str, steps: int) -> World:
         straggler_factor=100.0,
         crash_rate=0.05 if on("crash") else 0.0,
         hang_rate=0.05 if on("hang") else 0.0,
-        publish_fail_rate=0.5 if on("publish") else 0.0,
+        publish_fail_rate=0.5 if on("publish") or trouble == "delay" else 0.0,
         eval_every=dice.randint(1, 3) if on("eval") else 0,
         eval_s=dice.choice([1.0, 50.0]),
         # Without hangs nothing may ever be overdue: a straggler takes minutes, not hours.
