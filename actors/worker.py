@@ -10,7 +10,6 @@ Records cross the process border as msgpack frames (`dapo_async.codec`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -154,8 +153,8 @@ class RolloutWorker:
             self._running[lease.lease_id] = asyncio.create_task(self._serve(lease))
 
     async def collect(self, gather_s: float = 0.0) -> list[bytes]:
-        """Frames of GroupMeta and LeaseFailure; waits up to COLLECT_S for the first, then up to
-        `gather_s` for more while more groups run than wait to be told of.
+        """Frames of GroupMeta and LeaseFailure; waits up to COLLECT_S for the first, then
+        `gather_s` for more.
 
         Raises:
             RuntimeError: the worker is quarantined: its engine is broken or hangs, or the payload
@@ -166,8 +165,8 @@ class RolloutWorker:
                 await asyncio.wait_for(self._news.wait(), COLLECT_S)
             except TimeoutError:
                 self._check_progress()
-            else:
-                await self._gather(gather_s)
+        if self._results and self._broken is None:
+            await asyncio.sleep(gather_s)
         self._news.clear()
         if self._broken is not None:
             raise RuntimeError(f"the worker is quarantined: {self._broken}")
@@ -179,13 +178,6 @@ class RolloutWorker:
         stalled_s = self._stall.stalled_s(self._engine.health(), time.monotonic())
         if stalled_s > limit_s:
             self._broken = f"the engine has work but sampled no token for {stalled_s:.0f} s"
-
-    async def _gather(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while len(self._running) > len(self._results):
-                    self._news.clear()
-                    await self._news.wait()
 
     async def abort(self, leases: list[bytes]) -> None:
         for frame in leases:

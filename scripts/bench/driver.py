@@ -39,6 +39,7 @@ def main() -> None:
         tree["run"] = {"name": "driver", "dir": folder}
         tree["model"]["path"] = str(paths.model)
         tree["data"] = {"train": str(paths.train), "max_prompt_tokens": 16}
+        tree["replay"]["depth"] = None  # the default of 2 steps
         tree["rollout"]["max_groups_per_worker"] = max(8, args.groups // 2)
         tree["trainer"] |= {"groups_per_step": args.groups, "steps": args.steps, "progress": "off"}
         loops: list[float] = []
