@@ -423,9 +423,9 @@ class Pipeline:
 
     def _gather_s(self) -> float:
         """How long a worker may hold results back to tell of several at once, since a call costs
-        the driver more than the results in it: a fifth of a step while the learner is busy, a
-        twentieth while it waits."""
-        share = 0.2 if self.queue.training else 0.05
+        the driver more than the results in it: a quarter of a step while the learner is busy, a
+        twelfth while it waits."""
+        share = 0.25 if self.queue.training else 0.08
         return min(GATHER_MAX_S, share * self.stats.last_step_s)
 
     async def _update(self, worker: Worker) -> None:
