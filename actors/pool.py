@@ -71,7 +71,7 @@ class RayWorker:
         frames = [encode(lease) for lease in leases]
         await self._call(self._live.submit.remote(frames), CALL_TIMEOUT_S)
 
-    async def collect(self, gather_s: float = 0.0) -> Sequence[GroupMeta | LeaseFailure]:
+    async def collect(self, gather_s: float) -> Sequence[GroupMeta | LeaseFailure]:
         frames: list[bytes] = await self._call(self._live.collect.remote(gather_s), CALL_TIMEOUT_S)
         return [_decoded(decode_any, frame) for frame in frames]
 

@@ -320,6 +320,8 @@ class FakeRay:
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
         self.killed: list[Any] = []
+        self.called: list[tuple[Any, ...]] = []
+        """(method, *arguments) of every call."""
 
     def remote(self, _: type) -> FakeRay:
         return self
@@ -328,14 +330,17 @@ class FakeRay:
         return SimpleNamespace(remote=lambda *_: self.actor())
 
     def actor(self) -> Any:
-        async def answer(value: Any) -> Any:
+        async def answer(name: str, args: tuple[Any, ...], value: Any) -> Any:
+            self.called.append((name, *args))
             if isinstance(value, Exception):
                 raise value
             return await value if isinstance(value, Awaitable) else value
 
         return SimpleNamespace(
             **{
-                name: SimpleNamespace(remote=lambda *_, value=value: answer(value))
+                name: SimpleNamespace(
+                    remote=lambda *args, name=name, value=value: answer(name, args, value)
+                )
                 for name, value in self.answers.items()
             }
         )
@@ -353,6 +358,19 @@ def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], pool.RayW
     return made
 
 
+def test_how_long_results_may_be_held_back_reaches_the_actor(
+    ray_worker: Callable[[FakeRay], pool.RayWorker],
+) -> None:
+    async def main() -> None:
+        ray = FakeRay(start=0, collect=[])
+        worker = ray_worker(ray)
+        await worker.start()
+        await worker.collect(0.25)
+        assert ("collect", 0.25) in ray.called
+
+    asyncio.run(main())
+
+
 def test_killing_a_worker_ends_its_actor_once_and_later_calls_find_none(
     ray_worker: Callable[[FakeRay], pool.RayWorker],
 ) -> None:
@@ -361,13 +379,13 @@ def test_killing_a_worker_ends_its_actor_once_and_later_calls_find_none(
         worker = ray_worker(ray)
         worker.kill()  # there is none yet
         await worker.start()
-        assert await worker.collect() == [] and ray.killed == []
+        assert await worker.collect(0.0) == [] and ray.killed == []
         worker.kill()
         worker.kill()
         await worker.close()
         assert len(ray.killed) == 1
         with pytest.raises(WorkerLost, match="it isn't running"):
-            await worker.collect()
+            await worker.collect(0.0)
         assert await worker.start() == 0
 
     asyncio.run(main())
@@ -397,7 +415,7 @@ def test_a_worker_that_sends_malformed_frames_is_lost(
         worker = ray_worker(FakeRay(start=0, collect=[b"\xc1"], evaluate=b"\xc1"))
         await worker.start()
         with pytest.raises(WorkerLost, match="malformed frame"):
-            await worker.collect()
+            await worker.collect(0.0)
         with pytest.raises(WorkerLost, match="malformed frame"):
             await worker.evaluate([], 0)
 
