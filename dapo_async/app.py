@@ -58,13 +58,13 @@ def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> Non
 
     cpus = os.cpu_count() or 1
     check_demand(config, cpus)
-    inputs = read_inputs(config)
+    inputs = asyncio.run(guard.run(read_inputs(config)))
     if inputs.dropped:
         log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)
     folder = RunFolder(config)
     ray: Any = None
     try:
-        with guard.deferred():  # Ray's start leaves processes behind when it is cut short
+        with guard.keeping_handlers():  # Ray installs its own
             ray = LocalRay(cpus)
         asyncio.run(_train(config, inputs, folder, console, guard, ray))
     finally:

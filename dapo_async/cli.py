@@ -11,6 +11,7 @@ import typer
 
 from dapo_async import config as configs
 from dapo_async.errors import RunError
+from dapo_async.rewards.child import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 app = typer.Typer(
@@ -91,6 +92,7 @@ def quickstart(
         [*command, "--out", str(toy), "--seed", str(seed)],
         check=True,
         timeout=3600,
+        preexec_fn=die_with_parent,
     )
     resolved = configs.load(
         ROOT / "configs" / "quickstart.yaml",

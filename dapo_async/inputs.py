@@ -6,6 +6,7 @@ CPU and hundreds of megabytes that the driver has no other use for.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import signal
@@ -20,7 +21,6 @@ from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError
 from dapo_async.prompts import LoadedPrompts, load_prompts
 from dapo_async.rewards.child import die_with_parent
-from dapo_async.signals import Interrupted
 from dapo_async.types import Prompt
 
 
@@ -39,8 +39,8 @@ class Inputs:
     """What reading took."""
 
 
-def read_inputs(config: Config) -> Inputs:
-    """Check and read model folder, data and ground truths.
+async def read_inputs(config: Config) -> Inputs:
+    """Check and read model folder, data and ground truths. Cancelling it ends the child.
 
     Raises:
         ConfigError: one of them can't be used; names file, row and field.
@@ -49,8 +49,8 @@ def read_inputs(config: Config) -> Inputs:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_child)
     try:
-        return pool.submit(read_here, config).result()
-    except Interrupted:
+        return await asyncio.get_running_loop().run_in_executor(pool, read_here, config)
+    except asyncio.CancelledError:
         for child in multiprocessing.active_children():  # it may have minutes of reading to do
             child.kill()
         raise

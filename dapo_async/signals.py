@@ -8,10 +8,11 @@ import os
 import signal
 from collections.abc import Coroutine, Generator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo_async.errors import RunError
 
+T = TypeVar("T")
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,15 +28,16 @@ class Interrupted(RunError):
 class SignalGuard:
     """Turns the first signal into an orderly end; a second one ends the process at once.
 
-    What the first one does depends on where it arrives: within `run` it cancels the work, within
-    `deferred` it waits for the end of the block, after `finishing` it only says so, and anywhere
-    else it raises Interrupted on the spot. A context manager, for the main thread.
+    Within `run` the first one cancels the work; after `finishing` it only says so; anywhere else
+    it is remembered until the next `check` or `run`. It is never raised from the handler: that
+    would break off whatever the main thread is in the middle of, starting a thread or a process,
+    an import, a lock. A context manager, for the main thread.
     """
 
     def __init__(self) -> None:
         self._received = 0
-        self._deferred = self._finishing = False
-        self._task: asyncio.Task[None] | None = None
+        self._finishing = False
+        self._task: asyncio.Task[Any] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalGuard:
@@ -48,20 +50,22 @@ class SignalGuard:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def deferred(self) -> Generator[None]:
-        """For code that must not be interrupted halfway, and that may put its own handlers in
-        place of ours: one that answers SIGTERM with SystemExit is understood."""
-        self._deferred = True
+    def keeping_handlers(self) -> Generator[None]:
+        """For code that puts its own handlers in place of ours: they are put back after it, and
+        one that answers SIGTERM with SystemExit is understood.
+
+        Raises:
+            Interrupted: a signal came before the end of the block.
+        """
         try:
             yield
         except SystemExit:
             self._received = self._received or signal.SIGTERM
         finally:
-            self._deferred = False
             self._install()
-        self._check()
+        self.check()
 
-    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`.
 
         Raises:
@@ -71,12 +75,19 @@ class SignalGuard:
         try:
             if self._received:
                 task.cancel()
-            await task
+            return await task
         except asyncio.CancelledError:
-            self._check()
+            self.check()
             raise
         finally:
             self._task = None
+
+    def check(self) -> None:
+        """Raises:
+        Interrupted: a signal has come.
+        """
+        if self._received:
+            raise Interrupted(self._received)
 
     def finishing(self) -> None:
         """From here on the run ends by itself."""
@@ -98,9 +109,3 @@ class SignalGuard:
             self._task.cancel()
             # The loop may be asleep.
             self._task.get_loop().call_soon_threadsafe(lambda: None)
-        elif not self._deferred:
-            raise Interrupted(number)
-
-    def _check(self) -> None:
-        if self._received:
-            raise Interrupted(self._received)

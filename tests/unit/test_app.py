@@ -39,15 +39,34 @@ def send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_loop_raises_and_the_old_handlers_come_back(
+def test_a_signal_outside_the_loop_breaks_nothing_off_and_the_old_handlers_come_back(
     number: signal.Signals,
 ) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(Interrupted) as caught, SignalGuard():
+    with SignalGuard() as guard:
         send(number)
-    assert caught.value.exit_code == 128 + number
-    assert caught.value.exit_reason == number.name.lower()
+        guard_says: list[Interrupted] = []
+        try:
+            guard.check()
+        except Interrupted as interrupted:
+            guard_says.append(interrupted)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [error.exit_code for error in guard_says] == [128 + number]
+    assert guard_says[0].exit_reason == number.name.lower()
+
+
+def test_a_signal_before_the_work_ends_it_at_its_first_wait() -> None:
+    reached: list[str] = []
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        reached.append("never")
+
+    with SignalGuard() as guard:
+        send(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            asyncio.run(guard.run(work()))
+    assert reached == []
 
 
 def test_a_signal_cancels_the_work_of_a_sleeping_loop() -> None:
@@ -66,9 +85,9 @@ def test_a_signal_cancels_the_work_of_a_sleeping_loop() -> None:
     assert ended == ["cancelled"]
 
 
-def test_a_deferred_signal_waits_for_the_end_of_the_block() -> None:
+def test_a_signal_in_code_with_its_own_handlers_waits_for_the_end_of_the_block() -> None:
     reached: list[str] = []
-    with pytest.raises(Interrupted) as caught, SignalGuard() as guard, guard.deferred():
+    with pytest.raises(Interrupted) as caught, SignalGuard() as guard, guard.keeping_handlers():
         send(signal.SIGTERM)
         reached.append("end")
     assert reached == ["end"]
@@ -80,11 +99,12 @@ def test_handlers_that_were_replaced_meanwhile_are_put_back() -> None:
         sys.exit(number)
 
     with SignalGuard() as guard:
-        with guard.deferred():
+        with guard.keeping_handlers():
             signal.signal(signal.SIGTERM, theirs)
+        send(signal.SIGTERM)
         with pytest.raises(Interrupted):
-            send(signal.SIGTERM)
-    with pytest.raises(Interrupted), SignalGuard() as guard, guard.deferred():
+            guard.check()
+    with pytest.raises(Interrupted), SignalGuard() as guard, guard.keeping_handlers():
         signal.signal(signal.SIGTERM, theirs)
         send(signal.SIGTERM)
 
@@ -174,7 +194,7 @@ def test_a_model_folder_without_a_tokenizer_is_refused(
 ) -> None:
     (tmp_path / "model" / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"model.path.* holds no tokenizer"):
-        read_inputs(config())
+        asyncio.run(read_inputs(config()))
 
 
 def test_a_model_config_that_is_a_list_is_refused(
@@ -182,7 +202,7 @@ def test_a_model_config_that_is_a_list_is_refused(
 ) -> None:
     (tmp_path / "model" / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"config.json holds a list"):
-        read_inputs(config())
+        asyncio.run(read_inputs(config()))
 
 
 def test_a_demand_that_is_not_met_leaves_no_run_folder(
