@@ -7,9 +7,11 @@ path would ignore is refused, so that a run does what its file says. `null` mean
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -159,11 +161,20 @@ class DataConfig(Section):
         return self
 
 
+SGLANG_ONLY = (
+    "stop_strings", "tensor_parallel_size", "memory_fraction", "context_length", "engine_args",
+    "engine_urls", "engine_token_file",
+)  # fmt: skip
+
+
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["torch"] = "torch"
-    """`torch`: the embedded engine."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """`torch`: the embedded engine. `sglang`: SGLang servers. `auto`, the default, is replaced when
+    the config is read: sglang where a GPU and the package are, else torch."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where engines compute; left out, it is cuda where there is a GPU and the engine is sglang."""
     workers: Count = 1
     """Rollout workers: processes with one engine each."""
     slots: Count = 64
@@ -182,9 +193,27 @@ class RolloutConfig(Section):
     """Lmax, in tokens; a response that reaches it is truncated."""
     stop_token_ids: list[int] | None = None
     """Stop ids besides those of the model's generation config and tokenizer."""
-    weight_update: Literal["retract", "keep_kv"] = "retract"
+    stop_strings: list[str] | None = None
+    """Texts that end a response and stay part of it (sglang)."""
+    weight_update: Literal["retract", "keep_kv", "abort_resume"] = "retract"
     """What happens to running requests at a weight update: `retract` recomputes their KV cache,
-    `keep_kv` goes on with the old one (faster, but later tokens see keys of older weights)."""
+    `keep_kv` goes on with the old one (faster, but later tokens see keys of older weights),
+    `abort_resume` breaks them off and sends them again with what they have (for SGLang servers
+    that can't retract)."""
+    tensor_parallel_size: Count = 1
+    """GPUs of one engine (sglang)."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of GPU memory for weights and KV cache; null leaves it to SGLang."""
+    context_length: Count | None = None
+    """Longest prompt + response of an engine (default `data.max_prompt_tokens` +
+    `max_response_length`)."""
+    engine_args: dict[str, str | int | float | bool | list[str] | list[int] | None] | None = None
+    """Further SGLang server arguments, checked by SGLang's own ServerArgs; those that follow from
+    other keys are refused here."""
+    engine_urls: list[str] | None = None
+    """SGLang servers that run already, one worker each (`http://host:port`)."""
+    engine_token_file: str | None = None
+    """File with the bearer token of `engine_urls`, readable by its owner only."""
     deterministic: bool = False
     """Equal runs give equal bits: fixed forward shapes and noise keyed by draw and sample."""
     group_timeout: Positive = 600.0
@@ -213,7 +242,42 @@ class RolloutConfig(Section):
             raise ValueError(f"`min_workers: {self.min_workers}` is over `workers: {self.workers}`")
         if self.deterministic and self.weight_update != "retract":
             raise ValueError("`deterministic: true` needs `weight_update: retract`")
+        self._engine_rules()
         return self
+
+    def _engine_rules(self) -> None:
+        if self.engine == "torch":
+            self.refuse_ignored(SGLANG_ONLY, "with `engine: torch`")
+            if self.device != "cpu":
+                raise ValueError(f"`device: {self.device}` needs `engine: sglang`")
+            if self.weight_update == "abort_resume":
+                raise ValueError("`weight_update: abort_resume` needs `engine: sglang`")
+            return
+        if self.deterministic:
+            raise ValueError("`deterministic: true` needs `engine: torch`")
+        self.refuse_ignored(["threads_per_worker"], "with `engine: sglang`")
+        if self.tensor_parallel_size > 1 and self.device == "cpu":
+            raise ValueError(
+                f"`tensor_parallel_size: {self.tensor_parallel_size}` needs `device: cuda`"
+            )
+        if self.device == "cpu":
+            self.refuse_ignored(["memory_fraction"], "with `device: cpu`")
+        if self.engine_urls is None:
+            self.refuse_ignored(["engine_token_file"], "without `engine_urls`")
+            return
+        self.refuse_ignored(
+            ["memory_fraction", "engine_args"], "with `engine_urls`: those servers run already"
+        )
+        for url in self.engine_urls:
+            if not re.fullmatch(r"https?://[^/?#@]+", url):
+                raise ValueError(f"`engine_urls`: {url!r} must look like http://host:port")
+        if len(set(self.engine_urls)) != len(self.engine_urls):
+            raise ValueError("`engine_urls` names a server twice")
+        if len(self.engine_urls) != self.workers:
+            raise ValueError(
+                f"`workers: {self.workers}` must be the number of `engine_urls`, "
+                f"{len(self.engine_urls)}; leave it out"
+            )
 
 
 class RewardConfig(Section):
@@ -415,8 +479,15 @@ class ReplayConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the workers."""
 
-    transport: Literal["shared_memory"] = "shared_memory"
-    """shared_memory: one machine."""
+    transport: Literal["shared_memory", "relay", "disk", "nccl"] = "shared_memory"
+    """shared_memory: one machine. relay: one copy per node in its shared memory, sent while engines
+    go on generating. disk: `dir`, a folder that every node sees. nccl: straight from the learner
+    into the engines (sglang), all of which pause."""
+    dir: str | None = None
+    """The folder of `transport: disk`."""
+    canary_tolerance: Positive | None = None
+    """After an update the engine's log-probs of a fixed text may differ from the learner's by this
+    much on average, else the engine is quarantined (default .01 in fp32, .2 in bf16)."""
     broadcast_interval: Count = 1
     """Publish when the learner is this many versions ahead of the last published one."""
     delay: Annotated[int, Field(ge=0)] = 0
@@ -427,6 +498,14 @@ class WeightsConfig(Section):
     """Publishes that fail in a row before the run ends (exit 7)."""
     update_timeout_s: Positive = 300.0
     """Longest weight update of one worker before it counts as lost."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> WeightsConfig:
+        if self.transport != "disk":
+            self.refuse_ignored(["dir"], f"with `transport: {self.transport}`")
+        elif self.dir is None:
+            raise ValueError("`transport: disk` needs `dir`, a folder that every node sees")
+        return self
 
 
 class LearnerConfig(Section):
@@ -518,6 +597,22 @@ class TrainerConfig(Section):
         return self
 
 
+class RayConfig(Section):
+    """The cluster."""
+
+    address: str = "local"
+    """`local`: a private Ray on this machine, ended with the run. `auto` or `host:port`: a cluster
+    that runs already."""
+    placement_timeout_s: Positive = 300.0
+    """Longest wait until the cluster has room for all workers and ranks (exit 2)."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> RayConfig:
+        if self.address == "local":
+            self.refuse_ignored(["placement_timeout_s"], "with `address: local`")
+        return self
+
+
 class Config(Section):
     """One run."""
 
@@ -534,6 +629,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    ray: RayConfig = RayConfig()
     trainer: TrainerConfig
 
     @model_validator(mode="after")
@@ -572,6 +668,12 @@ def _check_groups(config: Config) -> None:
 def _check_lengths(config: Config) -> None:
     longest = max(values(config.rollout.max_response_length))
     total = config.data.max_prompt_tokens + longest
+    context = config.rollout.context_length
+    if context is not None and context < total:
+        raise ValueError(
+            f"`rollout.context_length: {context}` must be ≥ `data.max_prompt_tokens` + "
+            f"`rollout.max_response_length` = {total:g}"
+        )
     cap = config.learner.max_tokens_per_microbatch
     if total > cap:
         raise ValueError(
@@ -602,6 +704,11 @@ def _check_weights(config: Config) -> None:
         )
     if config.weights.delay and interval != 1:
         raise ValueError("`weights.delay` needs `weights.broadcast_interval: 1`")
+    if config.weights.transport == "nccl":
+        if config.rollout.engine != "sglang":
+            raise ValueError("`weights.transport: nccl` needs `rollout.engine: sglang`")
+        if config.weights.delay:
+            raise ValueError("`weights.delay` needs a transport that keeps versions, not `nccl`")
 
 
 def warnings(config: Config) -> list[str]:
@@ -654,9 +761,32 @@ def validate(tree: Mapping[str, Any]) -> Config:
         ConfigError: as `load`.
     """
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(_with_engine(tree))
     except ValidationError as error:
         raise ConfigError("\n".join(["the configuration is refused:", *problems(error)])) from None
+
+
+def _with_engine(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`tree` with `rollout.engine: auto` replaced by what this machine can do, and the number of
+    workers that follows from `rollout.engine_urls`."""
+    rollout: Any = tree.get("rollout", {})
+    if not isinstance(rollout, Mapping):
+        return tree
+    changed: dict[str, Any] = dict(cast(Mapping[str, Any], rollout))
+    urls: Any = changed.get("engine_urls")
+    if changed.get("engine", "auto") == "auto":
+        able = gpus() > 0 and importlib.util.find_spec("sglang") is not None
+        changed["engine"] = "sglang" if able or urls else "torch"
+    if changed["engine"] == "sglang" and "device" not in changed and not urls and gpus() > 0:
+        changed["device"] = "cuda"
+    if isinstance(urls, list) and "workers" not in changed:
+        changed["workers"] = len(cast(list[Any], urls))
+    return {**tree, "rollout": changed}
+
+
+def gpus() -> int:
+    """NVIDIA GPUs of this machine, without loading torch."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def dump(config: Config) -> str:
