@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dapo_async.types import Completion, SamplingParams, WeightVersion
 
 
@@ -38,6 +41,36 @@ class UpdateRefused(Exception):
 
 class EngineBroken(Exception):
     """An update failed after its first tensor touched the model: the engine is quarantined."""
+
+
+def check_canary(manifest: WeightVersion, logprobs: NDArray[np.float32], tolerance: float) -> None:
+    """Compare what an engine says after an update with what the learner said: the proof that it
+    serves the weights of this version, whatever it has answered. Without a canary there is none.
+
+    Args:
+        logprobs: the engine's own for `manifest.canary.token_ids`, as `Engine.score` gives them.
+        tolerance: of the mean absolute difference, in nats.
+
+    Raises:
+        EngineBroken: they differ by more, or one is not finite.
+    """
+    canary = manifest.canary
+    if canary is None:
+        return
+    if len(logprobs) != len(canary.logprobs):
+        raise EngineBroken(
+            f"version {manifest.version}: {len(logprobs)} log-probs for a canary of "
+            f"{len(canary.logprobs)}"
+        )
+    differences = np.abs(np.asarray(logprobs, np.float64) - np.array(canary.logprobs, np.float64))
+    mean = float(differences.mean())
+    # No comparison with nan holds.
+    if not mean <= tolerance:
+        raise EngineBroken(
+            f"version {manifest.version} is not what the engine serves after the update: its "
+            f"log-probs of the canary differ by {mean:.3g} on average (allowed {tolerance:g}), "
+            f"by {float(differences.max()):.3g} at most"
+        )
 
 
 class Engine(Protocol):
@@ -72,11 +105,23 @@ class Engine(Protocol):
         """Load a published version while requests are in flight; returns the proven version.
 
         A version not newer than the current one changes nothing and returns the current one.
+        Where the manifest has a canary, no token is sampled with the new weights before the
+        engine has given the learner's log-probs of it.
 
         Raises:
             UpdateRefused: missing, extra or misshapen tensor, wrong dtype, non-finite or checksum
                 mismatch; checked before the first tensor is loaded.
-            EngineBroken: loading failed half-way.
+            EngineBroken: loading failed half-way, or the canary shows other weights.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probs of a text under the current weights, at temperature 1 over the whole
+        vocabulary: entry i is that of token_ids[i + 1] given token_ids[: i + 1].
+
+        Raises:
+            ValueError: fewer than two tokens, an id outside the vocabulary, or too long.
+            EngineBroken: the engine is quarantined.
         """
         ...
 

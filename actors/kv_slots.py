@@ -243,6 +243,15 @@ class SlotModel:
                 logits_to_keep=1,
             )
 
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probs at temperature 1 of every token but the first, by transformers' own forward
+        without a cache; no row is touched."""
+        tokens_T = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        output = self.model(input_ids=tokens_T[None], use_cache=False)
+        logp_TV = cast(Tensor, output.logits)[0, :-1].float().log_softmax(-1)
+        return logp_TV.gather(1, tokens_T[1:, None])[:, 0].cpu().numpy()
+
     def _chunks(self, jobs: Sequence[PrefillJob]) -> Iterator[list[PrefillJob]]:
         """Batches of similar length, so that little of a forward is padding."""
         chunk: list[PrefillJob] = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -358,10 +358,17 @@ class TorchCore:
 
     # ---- weights -----------------------------------------------------------------------------
 
-    def load(self, staged: Staged, version: int) -> None:
-        """Load checked weights between two tokens. Any exception leaves the model unusable."""
+    def load(self, staged: Staged, version: int, prove: Callable[[], None] | None = None) -> None:
+        """Load checked weights between two tokens. Any exception leaves the model unusable.
+
+        Args:
+            prove: called when the weights are in, before anything is computed with them; raises
+                if they aren't those of `version`.
+        """
         start = time.perf_counter()
         load(staged)
+        if prove is not None:
+            prove()
         self.version = version
         for request in self._waiting.values():
             request.saved_prompt = None

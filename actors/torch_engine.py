@@ -20,13 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.engine import EngineBroken, EngineHealth
+from actors.engine import EngineBroken, EngineHealth, UpdateRefused, check_canary
 from actors.kv_slots import SlotModel
 from actors.torch_core import UNKNOWN_VERSION, Request, TorchCore, WeightUpdate
-from actors.weight_loading import ReadTensors, Staged, read_shared_memory, stage
+from actors.weight_loading import ReadTensors, Staged, read_where_it_says, stage
 from dapo_async.types import Completion, SamplingParams, WeightVersion
 
 T = TypeVar("T")
@@ -55,7 +57,8 @@ class TorchEngine:
         device: str = "cpu",
         version: int | None = 0,
         threads: int | None = None,
-        read_tensors: ReadTensors = read_shared_memory,
+        read_tensors: ReadTensors = read_where_it_says,
+        canary_tolerance: float = 0.01,
     ) -> None:
         """
         Args:
@@ -72,6 +75,8 @@ class TorchEngine:
                 first `update_weights`.
             threads: of torch, in the engine's thread; None: leave as is.
             read_tensors: opens a published version.
+            canary_tolerance: nats; how far this model's log-probs of a version's canary may be
+                from the learner's on average. Fits float32; bfloat16 needs about 0.2.
 
         Raises:
             ValueError: an argument out of range, or a model whose cache is not one plain KV pair
@@ -99,6 +104,7 @@ class TorchEngine:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._threads = threads
         self._read_tensors = read_tensors
+        self._canary_tolerance = canary_tolerance
         self._notes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending: dict[str, tuple[Request, asyncio.Future[tuple[Completion, ...]]]] = {}
         self._updating = asyncio.Lock()
@@ -181,10 +187,16 @@ class TorchEngine:
         async with self._updating:  # versions arrive one after another
             if manifest.version <= self._core.version:
                 return self._core.version
-            staged = await asyncio.to_thread(stage, self._slots.model, manifest, self._read_tensors)
-            await self._ask(lambda: self._load(staged, manifest.version))
+            staged = await asyncio.to_thread(self._stage, manifest)
+            await self._ask(lambda: self._load(staged, manifest))
         self._check_serving()
         return self._core.version
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """As `Engine.score`: a plain forward without a cache, between two steps."""
+        self._check_serving()
+        text = self._text(token_ids)
+        return await self._ask(lambda: self._score(text))
 
     def health(self) -> EngineHealth:
         core = self._core
@@ -247,6 +259,24 @@ class TorchEngine:
         stops = sampling.stop_token_ids | self._stop_token_ids
         return Request(request_id, prompt, n, sampling, stops)
 
+    def _text(self, token_ids: Sequence[int]) -> list[int]:
+        text = [int(token) for token in token_ids]
+        limit: int | None = getattr(self._slots.model.config, "max_position_embeddings", None)
+        if len(text) < 2 or (limit is not None and len(text) > limit):
+            raise ValueError(f"{len(text)} tokens can't be scored: from 2 to {limit} can")
+        if not all(0 <= token < self._slots.vocabulary for token in text):
+            raise ValueError(f"token ids must be in [0, {self._slots.vocabulary})")
+        return text
+
+    def _stage(self, manifest: WeightVersion) -> Staged:
+        staged = stage(self._slots.model, manifest, self._read_tensors)
+        if manifest.canary is not None:
+            try:
+                self._text(manifest.canary.token_ids)
+            except ValueError as error:
+                raise UpdateRefused(f"version {manifest.version}, its canary: {error}") from error
+        return staged
+
     async def _ask(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine thread, between two steps."""
         if self._closed:
@@ -304,16 +334,29 @@ class TorchEngine:
         if request is not None:
             self._deliver([request])
 
-    def _load(self, staged: Staged, version: int) -> None:
+    def _score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        if self._broken is not None:
+            raise EngineBroken(self._broken)
+        return self._slots.score(token_ids)
+
+    def _load(self, staged: Staged, manifest: WeightVersion) -> None:
+        version = manifest.version
         if version <= self._core.version:
             return
         try:
-            self._core.load(staged, version)
+            self._core.load(staged, version, lambda: self._prove(manifest))
         except Exception as error:
             # Any failure here leaves the model between two versions.
             reason = f"loading version {version} failed half-way: {type(error).__name__}: {error}"
+            if isinstance(error, EngineBroken):
+                reason = str(error)
             self._quarantine(reason)
             raise EngineBroken(reason) from error
+
+    def _prove(self, manifest: WeightVersion) -> None:
+        if manifest.canary is not None:
+            logprobs = self._slots.score(manifest.canary.token_ids)
+            check_canary(manifest, logprobs, self._canary_tolerance)
 
     def _quarantine(self, reason: str) -> None:
         self._broken = reason

@@ -210,12 +210,25 @@ def _group_meta_problem(record: records.GroupMeta) -> str | None:
     return None
 
 
+def _canary_problem(record: records.Canary) -> str | None:
+    ids, logprobs = record.token_ids, record.logprobs
+    if len(ids) < 2 or len(logprobs) != len(ids) - 1:
+        return f"{len(ids)} token_ids and {len(logprobs)} logprobs must be at least 2 and one less"
+    if min(ids) < 0:
+        return f"token_ids: {min(ids)} must be ≥ 0"
+    for value in logprobs:
+        if not -math.inf < value <= LOGPROB_SLACK:
+            return f"logprobs: {value} must be finite and ≤ 0"
+    return None
+
+
 _PER_TRAJECTORY = [
     field.name for field in dataclasses.fields(records.GroupMeta) if field.name.endswith("_G")
 ]
 _RULES: dict[type[Any], Rule] = {
     records.Completion: _completion_problem,
     records.GroupMeta: _group_meta_problem,
+    records.Canary: _canary_problem,
 }
 _SCHEMA = Schema(
     [

@@ -16,12 +16,16 @@ from pathlib import Path
 def make_owned(prefix: str, parent: str | Path) -> tuple[Path, int]:
     """Make a folder readable by this user only; returns it and the descriptor of its lock.
 
-    Folders with this prefix whose owners have died are removed on the way.
+    Folders with this prefix whose owners have died are removed on the way. On a file system
+    without locks nothing ever is, and the descriptor holds none.
     """
     remove_abandoned(Path(parent), prefix)
     while True:  # a sweeping neighbour may take a folder before it is locked: take another
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = try_lock(folder)
+        try:
+            lock = _lock(folder)
+        except OSError:
+            return folder, os.open(folder, os.O_RDONLY)
         if lock is None:
             continue
         if folder.exists():
@@ -30,16 +34,28 @@ def make_owned(prefix: str, parent: str | Path) -> tuple[Path, int]:
 
 
 def try_lock(folder: Path) -> int | None:
-    """Lock a folder for as long as the returned descriptor is open; None if another has it."""
+    """Lock a folder for as long as the returned descriptor is open; None if another has it, or
+    the file system has no locks."""
+    try:
+        return _lock(folder)
+    except OSError:
+        return None
+
+
+def _lock(folder: Path) -> int | None:
+    """As `try_lock`, but without locks an OSError."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -288,15 +288,29 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """What the learner's own model says with the weights of a version: the proof that an engine
+    has loaded them is that it says the same."""
+
+    token_ids: tuple[int, ...]
+    """A fixed text, at least two tokens."""
+    logprobs: tuple[float, ...]
+    """One less than `token_ids`: natural log-probs at temperature 1 of token_ids[i + 1] given
+    token_ids[: i + 1]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
     """The manifest of one complete published version."""
 
     version: int
     location: str
-    """Where a worker finds the bytes: a path for the shared-memory transport."""
+    """The folder that holds the version, on the node of the store that made this manifest."""
     tensors: tuple[TensorSpec, ...]
     finite: bool
     """True: the learner saw no inf or nan in any tensor."""
+    canary: Canary | None = None
+    """None: nothing to prove an update with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

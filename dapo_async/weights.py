@@ -1,15 +1,21 @@
-"""WeightStore: how a learner's versions reach the engines of one machine, without pickle.
+"""WeightStore: how a learner's versions reach the engines, without pickle.
 
-A store is a folder in shared memory. A version is written as `tmp-…/` and renamed to `v<version>/`
-when it is complete, so a reader sees whole versions or nothing:
+A store is a folder: in shared memory for the engines of one machine, on a file system that every
+node sees for all others. A version is written as `tmp-…/` and renamed to `v<version>/` when it is
+complete, so a reader sees whole versions or nothing:
 
-    <root>/v7/tensors     the bytes of all tensors, each at a multiple of 64
-    <root>/v7/manifest    one msgpack frame: name, dtype, shape, offset, size, CRC-32 of each tensor
+    <root>/v7/model.safetensors   the tensors (see `tensor_file`); any safetensors library loads it
+    <root>/v7/manifest            one msgpack frame, a `WeightVersion`: name, dtype, shape, offset,
+                                  size and CRC-32 of each tensor, and the canary
 
 Writer (the learner)                          Reader (an engine)
     writer = store.begin(7, specs)                manifest = store.manifest(store.latest())
     writer.copy(name, tensor)   # the snapshot    tensors = store.open_version(manifest)
     writer.commit()             # any thread
+
+A store reads and writes below its own root only. A manifest that names another place is refused,
+so what `verify` has let pass may be loaded from `manifest.location`: file, header and bytes are
+those of the manifest.
 
 Versions only go up. Removing a version leaves readers that have opened it untouched: their memory
 maps live on. torch is imported only by the functions that touch tensors.
@@ -19,11 +25,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import mmap
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -33,30 +41,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dapo_async.codec import MAX_FRAME_BYTES, MalformedFrame, decode, encode
 from dapo_async.owned_folders import make_owned, remove_abandoned, try_lock
-from dapo_async.types import TensorSpec, WeightVersion
+from dapo_async.tensor_file import ITEM_BYTES, Shape, head_bytes, misfit, plan
+from dapo_async.types import Canary, TensorSpec, WeightVersion
 
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[str, str, tuple[int, ...]]
-"""(name, dtype, shape) of a tensor; the dtype is one of `ITEM_BYTES`."""
-
-ALIGNMENT = 64
-"""Bytes. Every tensor starts at a multiple of it, which suits every dtype and vector load."""
-MAX_DIMS = 16
-
-ITEM_BYTES: Mapping[str, int] = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-}  # fmt: skip
-"""Bytes of one element of every dtype that travels."""
+TENSORS_FILE = "model.safetensors"
+MANIFEST_FILE = "manifest"
 
 _ROOT_PREFIX = "dapo-async-"
 _TMP_PREFIX, _GONE_PREFIX = "tmp-", "gone-"
 _VERSION_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})")
 _POLL_S = 0.02
+_PASS_BYTES = 128 << 10
+"""Bytes that are summed and checked while they are in the processor's cache."""
+_EXPONENTS: Mapping[str, int] = {
+    "float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000,
+}  # fmt: skip
+"""The exponent's bits. All of them are ones in inf and nan, and in nothing else (IEEE 754)."""
+_CANT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""What a file system says (many a network's does) that can't reserve room."""
 _MADV_POPULATE_WRITE = 23
 """Maps all pages at once; one fault per page would make the snapshot five times as slow."""
 
@@ -70,7 +79,8 @@ class VersionGone(WeightsRefused):
 
 
 class NonFiniteWeights(WeightsRefused):
-    """A snapshot holds inf or nan. It was thrown away and no reader has seen it."""
+    """A snapshot, or what its model says with it, holds inf or nan. It was thrown away and no
+    reader has seen it."""
 
 
 class WeightStore:
@@ -86,13 +96,19 @@ class WeightStore:
 
     @classmethod
     def create(cls, parent: str | Path | None = None) -> WeightStore:
-        """Make a new store readable by this user only, in /dev/shm unless `parent` is given.
+        """Make a new store readable by this user only, in /dev/shm unless `parent` is given (a
+        folder that is made if it doesn't exist).
 
-        Stores left behind by owners that were killed are removed on the way.
+        Stores left behind by owners that were killed are removed on the way. In a folder that
+        several nodes share these are the ones of this node: locks may not be seen across nodes.
         """
         if parent is None:
+            prefix = _ROOT_PREFIX
             parent = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        root, lock = make_owned(_ROOT_PREFIX, parent)
+        else:
+            prefix = f"{_ROOT_PREFIX}{socket.gethostname()}-"
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        root, lock = make_owned(prefix, parent)
         store = cls(root)
         store._lock = lock
         return store
@@ -116,15 +132,17 @@ class WeightStore:
         """Allocate memory for a version; `shapes` are (name, dtype, shape).
 
         Raises:
-            ValueError: the version isn't newer than the latest; a duplicate name, an unknown
-                dtype or a negative size.
-            OSError: not enough shared memory (found here, not in the middle of the copy).
+            ValueError: the version isn't newer than the latest; a duplicate name or one that a
+                safetensors file can't hold, an unknown dtype or a negative size.
+            OSError: not enough room (found here, not in the middle of the copy, where the file
+                system can reserve room at all).
         """
         latest = self.latest()
         if version < 0 or (latest is not None and version <= latest):
             raise ValueError(f"version {version} must be newer than the latest, {latest}")
         remove_abandoned(self.root, _TMP_PREFIX)
-        return VersionWriter(self.root, version, _layout(shapes))
+        layout, head = plan(shapes)
+        return VersionWriter(self.root, version, layout, head)
 
     def prune(self, newest: int = 2, keep: Collection[int] = ()) -> tuple[int, ...]:
         """Remove all but the `newest` latest versions and those in `keep` (pinned by readers).
@@ -176,7 +194,7 @@ class WeightStore:
             VersionGone: there is no such version (any more).
             WeightsRefused: the manifest isn't one of ours.
         """
-        path = self._folder(version) / "manifest"
+        path = self._folder(version) / MANIFEST_FILE
         descriptor = _open_regular(path)
         with open(descriptor, "rb") as file:
             data = file.read(MAX_FRAME_BYTES + 1)
@@ -210,7 +228,7 @@ class WeightStore:
         }
 
     def verify(self, manifest: WeightVersion) -> None:
-        """Compare a version with its manifest: place, sizes, every checksum.
+        """Compare a version with its manifest: place, header, sizes, every checksum.
 
         Raises:
             WeightsRefused: as `open_version`.
@@ -226,12 +244,17 @@ class WeightStore:
             )
         if not manifest.finite:
             raise WeightsRefused(f"version {manifest.version} holds inf or nan")
-        descriptor = _open_regular(folder / "tensors")
+        descriptor = _open_regular(folder / TENSORS_FILE)
         try:
             size = os.fstat(descriptor).st_size
-            _check_specs(manifest, size)
             # A private map: tensors need writable memory, but no write reaches the file.
-            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+            view = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+            problem = misfit(manifest.tensors, view[: head_bytes(view[:8])], size)
+            if problem is not None:
+                raise WeightsRefused(f"version {manifest.version}: {problem}")
+            return view
+        except ValueError as error:  # an empty file can't be mapped, a short one has no header
+            raise WeightsRefused(f"version {manifest.version}: {error}") from None
         finally:
             os.close(descriptor)
 
@@ -246,19 +269,22 @@ class VersionWriter:
     background thread. As a context manager it aborts what was not committed.
     """
 
-    def __init__(self, root: Path, version: int, layout: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, root: Path, version: int, layout: Mapping[str, TensorSpec], head: bytes
+    ) -> None:
         self.version = version
         self._root = root
         self._layout = layout
         self._missing = dict.fromkeys(layout)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{version}-", dir=root))
         self._lock = try_lock(self._folder)
-        size = max((spec.offset + spec.nbytes for spec in layout.values()), default=0)
+        size = len(head) + sum(spec.nbytes for spec in layout.values())
         try:
-            self._map: mmap.mmap | None = _allocate(self._folder / "tensors", max(size, ALIGNMENT))
+            self._map: mmap.mmap | None = _allocate(self._folder / TENSORS_FILE, size)
         except OSError:
             self.abort()
             raise
+        self._map[: len(head)] = head
 
     def copy(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor to its place, from any device and memory layout.
@@ -284,11 +310,15 @@ class VersionWriter:
         place.copy_(tensor.detach())
         self._missing.pop(name, None)
 
-    def commit(self) -> WeightVersion:
+    def commit(self, canary: Canary | None = None) -> WeightVersion:
         """Check and sum every tensor, then make the version visible, all at once.
 
+        Args:
+            canary: what the model said with these very weights when the snapshot was taken.
+
         Raises:
-            NonFiniteWeights: inf or nan in a tensor; names the first ones. Nothing is visible.
+            NonFiniteWeights: inf or nan in a tensor; names the first ones. Or in the canary: then
+                finite weights make no distribution. Nothing is visible.
             ValueError: a tensor was never copied.
         """
         if self._map is None:
@@ -297,16 +327,16 @@ class VersionWriter:
             raise ValueError(f"version {self.version} lacks {len(self._missing)} tensors, "
                              f"among them `{next(iter(self._missing))}`")  # fmt: skip
         try:
-            self._check_finite(self._map)
             manifest = WeightVersion(
                 version=self.version,
                 location=str(self._root / f"v{self.version}"),
-                tensors=tuple(
-                    replace(spec, crc32=_sum(self._map, spec)) for spec in self._layout.values()
-                ),
+                tensors=self._summed(self._map, canary),
                 finite=True,
+                canary=canary,
             )
-            (self._folder / "manifest").write_bytes(encode(manifest))
+            (self._folder / MANIFEST_FILE).write_bytes(encode(manifest))
+            # Other nodes read what has left this one; in shared memory there is nothing to do.
+            self._map.flush()
             self._map = None
             self._folder.rename(manifest.location)
         except BaseException:
@@ -327,23 +357,26 @@ class VersionWriter:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def _check_finite(self, view: mmap.mmap) -> None:
-        import torch
-
+    def _summed(self, view: mmap.mmap, canary: Canary | None) -> tuple[TensorSpec, ...]:
+        """The specs with their checksums, unless something isn't finite."""
+        specs: list[TensorSpec] = []
         broken: list[str] = []
         for spec in self._layout.values():
-            if not spec.nbytes or not _dtype_of(torch, spec.dtype).is_floating_point:
-                continue
-            values = _as_tensor(torch, view, spec.dtype, spec.shape, spec.offset, spec.nbytes)
-            # One pass without a mask as large as the tensor: nan carries through min and max.
-            low, high = torch.aminmax(values)
-            if not (torch.isfinite(low) and torch.isfinite(high)):
+            crc32, finite = _sum_and_check(view, spec)
+            specs.append(replace(spec, crc32=crc32))
+            if not finite:
                 broken.append(spec.name)
         if broken:
             more = "" if len(broken) <= 3 else f" and {len(broken) - 3} more"
             raise NonFiniteWeights(
                 f"version {self.version} holds inf or nan in {', '.join(broken[:3])}{more}"
             )
+        if canary is not None and not all(map(math.isfinite, canary.logprobs)):
+            raise NonFiniteWeights(
+                f"version {self.version}: the weights are finite, but the model's log-probs of "
+                "the canary are not"
+            )
+        return tuple(specs)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -351,26 +384,7 @@ class VersionWriter:
             self._lock = None
 
 
-# ---- layout, manifest ------------------------------------------------------------------------
-
-
-def _layout(shapes: Iterable[Shape]) -> dict[str, TensorSpec]:
-    """Places one after another, each aligned."""
-    layout: dict[str, TensorSpec] = {}
-    offset = 0
-    for name, dtype, shape in shapes:
-        if name in layout:
-            raise ValueError(f"`{name}` is named twice")
-        if dtype not in ITEM_BYTES:
-            raise ValueError(f"`{name}`: dtype {dtype!r} must be one of {', '.join(ITEM_BYTES)}")
-        if len(shape) > MAX_DIMS or any(size < 0 for size in shape):
-            raise ValueError(f"`{name}`: shape {shape} must have ≤ {MAX_DIMS} sizes ≥ 0")
-        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        layout[name] = TensorSpec(
-            name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes, crc32=0
-        )
-        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return layout
+# ---- checks ----------------------------------------------------------------------------------
 
 
 def _sum(view: mmap.mmap, spec: TensorSpec) -> int:
@@ -387,28 +401,23 @@ def _check_sums(manifest: WeightVersion, view: mmap.mmap) -> None:
             )
 
 
-def _check_specs(manifest: WeightVersion, file_bytes: int) -> None:
-    """Everything that could lead out of the file, whoever wrote the manifest."""
-    names: set[str] = set()
-    for spec in manifest.tensors:
-        where = f"version {manifest.version}, `{spec.name}`"
-        if spec.name in names:
-            raise WeightsRefused(f"{where} is named twice")
-        names.add(spec.name)
-        if spec.dtype not in ITEM_BYTES:
-            raise WeightsRefused(f"{where}: dtype {spec.dtype!r} is not allowed")
-        if len(spec.shape) > MAX_DIMS or any(size < 0 for size in spec.shape):
-            raise WeightsRefused(f"{where}: shape {spec.shape} is not allowed")
-        if spec.nbytes != math.prod(spec.shape) * ITEM_BYTES[spec.dtype]:
-            raise WeightsRefused(
-                f"{where}: {spec.nbytes} bytes are not a {spec.dtype} of shape {spec.shape}"
-            )
-        if spec.offset < 0 or spec.offset % ALIGNMENT:
-            raise WeightsRefused(f"{where}: offset {spec.offset} is not allowed")
-        if spec.offset + spec.nbytes > file_bytes:
-            raise WeightsRefused(
-                f"{where} ends at byte {spec.offset + spec.nbytes} of a file of {file_bytes}"
-            )
+def _sum_and_check(view: mmap.mmap, spec: TensorSpec) -> tuple[int, bool]:
+    """CRC-32 of a tensor's bytes, and whether every value is finite: one pass for both, a part at
+    a time, so that memory is read once."""
+    item = ITEM_BYTES[spec.dtype]
+    exponent = np.array(_EXPONENTS.get(spec.dtype, 0), f"<u{item}")
+    scratch = np.empty(_PASS_BYTES // item, exponent.dtype)
+    crc32, finite = 0, True
+    with memoryview(view) as whole:
+        for start in range(spec.offset, spec.offset + spec.nbytes, _PASS_BYTES):
+            nbytes = min(_PASS_BYTES, spec.offset + spec.nbytes - start)
+            with whole[start : start + nbytes] as part:
+                crc32 = zlib.crc32(part, crc32)
+            if finite and exponent:
+                count = nbytes // item
+                bits = np.frombuffer(view, exponent.dtype, count, start)
+                finite = np.bitwise_and(bits, exponent, out=scratch[:count]).max() < exponent
+    return crc32, bool(finite)
 
 
 # ---- memory, files ---------------------------------------------------------------------------
@@ -432,8 +441,13 @@ def _as_tensor(
 def _allocate(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        # Without it, shared memory that runs out shows as a SIGBUS in the middle of a copy.
-        os.posix_fallocate(descriptor, 0, size)
+        try:
+            # Without it, shared memory that runs out shows as a SIGBUS in the middle of a copy.
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _CANT_RESERVE:
+                raise
+            os.ftruncate(descriptor, size)
         view = mmap.mmap(descriptor, size)
         with contextlib.suppress(OSError):  # Linux before 5.14
             view.madvise(_MADV_POPULATE_WRITE)

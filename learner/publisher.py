@@ -2,8 +2,9 @@
 
 Publishing has two halves. `publish` copies the weights into shared memory before it returns, so
 that the next optimizer step can't mix two versions; checks, checksums and the rename that makes
-the version visible run in a background thread, while training goes on. ZeRO-1 keeps the weights
-whole on every rank: rank 0 alone publishes.
+the version visible run in a background thread, while training goes on. The canary belongs to the
+snapshot: it is computed from the very weights that are copied. ZeRO-1 keeps the weights whole on
+every rank: rank 0 alone publishes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from dapo_async.errors import CheckpointError
 from dapo_async.types import WeightVersion
-from dapo_async.weights import VersionWriter, WeightStore
+from dapo_async.weights import WeightStore
+from learner.canary import canary_of
 
 # What a tokenizer may consist of; weights and the model's own config are written anew.
 _TOKENIZER_FILES = (
@@ -55,7 +57,8 @@ class Publisher:
     def publish(self, version: int, model: nn.Module) -> Future[WeightVersion]:
         """Take the snapshot now, finish in the background; the manifest comes with the future.
 
-        The future fails with `NonFiniteWeights` when a tensor holds inf or nan: then nothing was
+        The model is a Hugging Face causal language model; it is left as it was. The future fails
+        with `NonFiniteWeights` when a tensor or the canary holds inf or nan: then nothing was
         published and engines keep the version they have.
 
         Raises:
@@ -70,7 +73,7 @@ class Publisher:
         try:
             for name, tensor in weights:
                 writer.copy(name, tensor)
-            return self._thread.submit(VersionWriter.commit, writer)
+            return self._thread.submit(writer.commit, canary_of(model))
         except BaseException:
             writer.abort()
             raise

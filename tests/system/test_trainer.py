@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from actors.engine import check_canary
+from actors.weight_loading import load, stage
 from dapo_async import dapo
 from dapo_async.types import (
     Batch,
@@ -29,6 +31,7 @@ from dapo_async.types import (
     StepReport,
     Trajectory,
 )
+from dapo_async.weights import WeightStore
 from tests.system.plain_torch import Work, distance, reference
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -307,6 +310,35 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(
         straight = [work[0], work[2]]
         expected = reference(model_path, config, straight, TEMPERATURE)
         assert distance(answers[0]["weights"], expected, model_path) < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_published_canary_is_that_of_its_weights_and_publishing_changes_no_step(
+    two: Ranks, model_path: str, tmp_path: Path, precision: str
+) -> None:
+    plan: Plan = [[[0, 1]], [[2, 3]]]
+    work = [(make_batch(make_groups(s, s), [plan], version=s), make_groups(s, s)) for s in range(3)]
+    config = make_config(model_path, 2, learner={"precision": precision})
+    with WeightStore.create(tmp_path) as store:
+        published, manifests = two.run(
+            "train_and_publish", config=config, batches=work, root=str(store.root)
+        )[0]
+        assert [manifest.version for manifest in manifests] == [1, 2, 3]
+        for manifest in manifests:
+            model = Qwen2ForCausalLM.from_pretrained(
+                model_path, dtype=torch.float32 if precision == "fp32" else torch.bfloat16
+            )
+            load(stage(model, manifest, store.open_version))
+            assert manifest.canary is not None
+            ids = torch.tensor([manifest.canary.token_ids])
+            with torch.no_grad():
+                logp = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            logprobs = logp.gather(1, ids[0, 1:, None])[:, 0].numpy()
+            check_canary(manifest, logprobs, 1e-5 if precision == "fp32" else 1e-2)
+    canaries = {manifest.canary for manifest in manifests}
+    assert len(canaries) == 3, "each version has a canary of its own"
+    silent, _ = two.run("train_and_publish", config=config, batches=work, root=None)[0]
+    assert same(published, silent)
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dapo_async.config import Config, validate
 from dapo_async.errors import RunError
-from dapo_async.types import Batch, DrawId, Group, StepReport
+from dapo_async.types import Batch, DrawId, Group, StepReport, WeightVersion
+from dapo_async.weights import WeightStore
 
 Work = list[tuple[Batch, dict[DrawId, Group]]]
 DEADLINE_S = 180.0
@@ -225,6 +226,23 @@ def break_in_second_update(
     return found[0], found[1], found[2]
 
 
+def train_and_publish(
+    rank: int, world: int, port: int, *, config: Config, batches: Work, root: str | None
+) -> tuple[dict[str, Tensor], list[WeightVersion]]:
+    """Train batches and publish after each (with a root, on rank 0): the weights and manifests."""
+    from learner.publisher import Publisher
+
+    trainer = trainer_for(rank, world, port, config)
+    manifests: list[WeightVersion] = []
+    for batch, groups in batches:
+        trainer.step(batch, groups)
+        if root is not None and rank == 0:
+            publisher = Publisher(WeightStore(root))
+            manifests.append(publisher.publish(trainer.version, trainer.model).result(60))
+            publisher.close()
+    return weights(trainer), manifests
+
+
 def listening(rank: int, world: int, port: int, *, config: Config) -> tuple[list[str], str]:
     """Addresses at which this process takes connections, and the interface gloo was given."""
     import os
@@ -241,6 +259,7 @@ TASKS = {
     "break_in_second_update": break_in_second_update,
     "listening": listening,
     "train": train,
+    "train_and_publish": train_and_publish,
     "train_poisoned": train_poisoned,
     "poison_until_it_ends": poison_until_it_ends,
     "refuse": refuse,

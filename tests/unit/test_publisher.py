@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dapo_async.errors import CheckpointError
+from dapo_async.types import WeightVersion
 from dapo_async.weights import NonFiniteWeights, WeightStore
 from learner.publisher import Publisher, named_weights, save_hf
 
@@ -86,6 +88,80 @@ def test_weights_that_are_not_finite_are_never_published(store: WeightStore, bad
     with pytest.raises(ValueError, match="newer"):
         publisher.publish(1, model())
     publisher.close()
+
+
+def transformers_logprobs(policy: Qwen2ForCausalLM, manifest: WeightVersion) -> torch.Tensor:
+    assert manifest.canary is not None
+    ids = torch.tensor([manifest.canary.token_ids])
+    with torch.no_grad():
+        logp = policy(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    return logp.gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_the_canary_is_that_of_the_snapshot_however_late_the_rest_comes(
+    store: WeightStore,
+) -> None:
+    policy = model()
+    publisher = Publisher(store)
+    release = threading.Event()
+    publisher._thread.submit(release.wait, 30)
+    future = publisher.publish(1, policy)
+    published = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+    release.set()
+    manifest = future.result(timeout=30)
+    publisher.close()
+    assert manifest.canary is not None and len(manifest.canary.logprobs) == 31
+    canary = torch.tensor(manifest.canary.logprobs)
+    torch.testing.assert_close(canary, transformers_logprobs(published, manifest))
+    assert (canary - transformers_logprobs(policy, manifest)).abs().mean() > 1e-3
+    assert store.manifest(1) == manifest
+
+
+def test_weights_that_are_finite_but_make_no_distribution_are_never_published(
+    store: WeightStore,
+) -> None:
+    policy = model(tied=False)
+    with torch.no_grad():
+        policy.lm_head.weight.fill_(3e38)  # the logits overflow
+        policy.lm_head.weight[::2].neg_()
+    publisher = Publisher(store)
+    with pytest.raises(NonFiniteWeights, match="the weights are finite"):
+        publisher.publish(1, policy).result(timeout=30)
+    publisher.close()
+    assert store.versions() == []
+
+
+def test_publishing_changes_nothing_that_the_next_step_computes(store: WeightStore) -> None:
+    def trained(publish: bool) -> tuple[torch.Tensor, list[bool], torch.Tensor]:
+        policy = model()
+        policy.config.attention_dropout = 0.3
+        for layer in policy.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        policy.train()
+        policy.model.norm.eval()
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+        publisher = Publisher(store)
+        torch.manual_seed(5)
+        for version in (1, 2):
+            ids = torch.arange(8)[None]
+            loss = policy(input_ids=ids, labels=ids).loss
+            loss.backward()
+            if publish:  # between backward and update: gradients must outlive it too
+                publisher.publish(version, policy).result(timeout=30)
+            optimizer.step()
+            optimizer.zero_grad()
+        publisher.close()
+        modes = [module.training for module in policy.modules()]
+        flat = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+        return flat, modes, torch.get_rng_state()
+
+    with_it, without = trained(True), trained(False)
+    assert torch.equal(with_it[0], without[0])
+    assert with_it[1] == without[1]
+    assert torch.equal(with_it[2], without[2])
 
 
 def test_a_saved_folder_loads_to_an_equal_model_with_the_tokenizer_beside_it(

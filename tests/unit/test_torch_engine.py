@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ from actors.sampling import sample, stream_key, uniforms
 from actors.torch_core import Request, TorchCore, WeightUpdate
 from actors.torch_engine import TorchEngine
 from actors.weight_loading import stage
-from dapo_async.types import Completion, SamplingParams, TensorSpec, WeightVersion
+from dapo_async.types import Canary, Completion, SamplingParams, TensorSpec, WeightVersion
 
 T = TypeVar("T")
 
@@ -463,6 +465,177 @@ def test_a_reader_that_fails_is_a_refusal() -> None:
         with pytest.raises(UpdateRefused, match="no such version"):
             await engine.update_weights(manifest_of(QWEN, 1))
         assert engine.health().version == 0
+        await engine.close()
+
+    run(main)
+
+
+def canary_manifest(weights: PreTrainedModel, canary: PreTrainedModel) -> WeightVersion:
+    """Version 1 with the names and shapes of some weights and the canary of others."""
+    ids = tuple(range(3, 32, 3))
+    with torch.no_grad():
+        logp = canary(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    logprobs = tuple(float(row[token]) for row, token in zip(logp, ids[1:], strict=True))
+    proof = Canary(token_ids=ids, logprobs=logprobs)
+    return dataclasses.replace(manifest_of(weights, 1), canary=proof)
+
+
+async def updated(
+    manifest: WeightVersion, sent: PreTrainedModel, **options: Any
+) -> tuple[TorchEngine, asyncio.Task[tuple[Completion, ...]]]:
+    """An engine whose reader brings `sent`, after the update and beside a running request."""
+    engine = TorchEngine(
+        copy.deepcopy(QWEN), slots=2, read_tensors=lambda _: dict(sent.named_parameters()),
+        **options,
+    )  # fmt: skip
+    await engine.start()
+    sampling = SamplingParams(max_response_tokens=2000)
+    running = asyncio.create_task(engine.generate("a", PROMPT, 1, sampling))
+    while engine.health().tokens_sampled < 3:
+        await asyncio.sleep(0.0005)
+    with contextlib.suppress(EngineBroken):
+        await engine.update_weights(manifest)
+    return engine, running
+
+
+OTHER = build(CONFIGS["qwen2"], seed=1)
+
+
+def test_an_update_that_loads_the_bytes_of_another_version_quarantines_the_engine() -> None:
+    async def main() -> None:
+        engine, running = await updated(canary_manifest(OTHER, OTHER), sent=QWEN)
+        with pytest.raises(EngineBroken, match="version 1 is not what the engine serves"):
+            await running
+        assert engine.health().version == 0, "the version was not proven"
+        assert "not what the engine serves" in (engine.health().broken or "")
+        for call in (
+            engine.generate("b", PROMPT, 1, SamplingParams(max_response_tokens=4)),
+            engine.update_weights(canary_manifest(OTHER, OTHER)),
+            engine.score([1, 2]),
+        ):
+            with pytest.raises(EngineBroken, match="not what the engine serves"):
+                await call
+        await engine.close()
+
+    run(main)
+
+
+def test_no_token_is_sampled_with_weights_that_their_canary_does_not_prove() -> None:
+    sampled: list[int] = []
+
+    async def main() -> None:
+        engine, running = await updated(canary_manifest(OTHER, QWEN), sent=OTHER)
+        sampled.append(engine.health().tokens_sampled)
+        with pytest.raises(EngineBroken):
+            await running
+        await asyncio.sleep(0.05)
+        sampled.append(engine.health().tokens_sampled)
+        await engine.close()
+
+    run(main)
+    assert sampled[0] == sampled[1]
+
+
+@pytest.mark.parametrize("with_canary", [True, False])
+def test_an_update_is_accepted_when_its_canary_agrees_and_when_it_has_none(
+    with_canary: bool,
+) -> None:
+    manifest = canary_manifest(OTHER, OTHER)
+    if not with_canary:
+        manifest = dataclasses.replace(manifest, canary=None)
+
+    async def main() -> None:
+        engine, running = await updated(manifest, sent=OTHER, canary_tolerance=1e-5)
+        assert engine.health().version == 1 and engine.health().broken is None
+        await engine.abort("a")
+        (done,) = await running
+        assert set(done.versions_T.tolist()) <= {0, 1}
+        await engine.close()
+
+    run(main)
+
+
+def test_a_canary_is_within_the_tolerance_or_not() -> None:
+    near = copy.deepcopy(OTHER)
+    with torch.no_grad():
+        near.lm_head.weight.mul_(1.001)
+
+    async def broken(tolerance: float) -> bool:
+        manifest = canary_manifest(OTHER, OTHER)
+        engine, running = await updated(manifest, sent=near, canary_tolerance=tolerance)
+        running.cancel()
+        await asyncio.wait([running])
+        await engine.close()
+        return engine.health().broken is not None
+
+    assert not run(lambda: broken(0.05))
+    assert run(lambda: broken(1e-6))
+
+
+def test_new_weights_that_make_nan_quarantine_the_engine() -> None:
+    nan = copy.deepcopy(OTHER)
+    with torch.no_grad():
+        nan.model.norm.weight.fill_(torch.nan)
+
+    async def main() -> None:
+        engine, running = await updated(canary_manifest(OTHER, OTHER), sent=nan)
+        with pytest.raises(EngineBroken, match="differ by nan"):
+            await running
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "canary",
+    [
+        Canary(token_ids=(1, 2), logprobs=(float("nan"),)),
+        Canary(token_ids=(1, 32), logprobs=(-1.0,)),
+        Canary(token_ids=tuple([1] * 2049), logprobs=tuple([-1.0] * 2048)),
+    ],
+    ids=["nan", "outside the vocabulary", "too long"],
+)
+def test_a_canary_that_no_engine_could_give_is_refused_before_anything_is_loaded(
+    canary: Canary,
+) -> None:
+    async def main() -> None:
+        engine = TorchEngine(
+            copy.deepcopy(QWEN), slots=2, read_tensors=lambda _: dict(OTHER.named_parameters())
+        )
+        await engine.start()
+        before = await engine.score(PROMPT)
+        with pytest.raises(UpdateRefused, match="canary"):
+            await engine.update_weights(dataclasses.replace(manifest_of(OTHER, 1), canary=canary))
+        assert engine.health().version == 0 and engine.health().broken is None
+        assert (await engine.score(PROMPT) == before).all()
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_a_score_is_transformers_log_probs_beside_requests_that_run(name: str) -> None:
+    model = build(CONFIGS[name])
+    ids = [7, *PROMPT, 1, 30]
+
+    async def main() -> None:
+        engine = TorchEngine(copy.deepcopy(model), slots=2, max_context=64)
+        await engine.start()
+        sampling = SamplingParams(max_response_tokens=40, seed=1, temperature=0.5)
+        running = asyncio.create_task(engine.generate("a", PROMPT, 2, sampling))
+        scores = await engine.score(ids)
+        assert scores.dtype == np.float32
+        with torch.no_grad():
+            logp = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = [float(row[token]) for row, token in zip(logp, ids[1:], strict=True)]
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
+        beside = await running
+        alone = await engine.generate("b", PROMPT, 2, sampling)
+        for one, other in zip(beside, alone, strict=True):
+            assert one.token_ids_T.tolist() == other.token_ids_T.tolist()
+        for bad, message in (([1], "1 tokens"), ([1, 32], "32"), ([-1, 2], r"\[0, 32\)")):
+            with pytest.raises(ValueError, match=message):
+                await engine.score(bad)
         await engine.close()
 
     run(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -14,10 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from dapo_async.types import TensorSpec, WeightVersion
+from dapo_async.tensor_file import ALIGNMENT, ITEM_BYTES
+from dapo_async.types import Canary, WeightVersion
 from dapo_async.weights import (
-    ALIGNMENT,
     NonFiniteWeights,
     VersionGone,
     WeightsRefused,
@@ -134,8 +138,73 @@ def test_what_a_reader_writes_to_its_tensors_reaches_nobody_else(store: WeightSt
     assert_equal(store.open_version(manifest), TENSORS)
 
 
-def test_every_tensor_starts_at_a_multiple_of_the_alignment(store: WeightStore) -> None:
-    assert all(spec.offset % ALIGNMENT == 0 for spec in publish(store, 1).tensors)
+def test_every_tensor_is_aligned_to_its_items_and_the_first_to_64_bytes(
+    store: WeightStore,
+) -> None:
+    specs = publish(store, 1).tensors
+    assert min(spec.offset for spec in specs) % ALIGNMENT == 0
+    assert all(spec.offset % ITEM_BYTES[spec.dtype] == 0 for spec in specs)
+
+
+SETS = {
+    "every dtype, a scalar, an empty tensor": TENSORS,
+    "odd bytes before large items": {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "none": torch.empty(0, dtype=torch.bool),
+        "double": torch.tensor([1.0, -2.0], dtype=torch.float64),
+        "short": torch.tensor([[-3, 4, 5]], dtype=torch.int16),
+        "no shape at all": torch.tensor(7, dtype=torch.int8),
+        'ünïcode "quoted" \\ name': torch.tensor([1, 2, 3], dtype=torch.int32),
+        "no rows": torch.empty(0, 3, dtype=torch.float64),
+    },
+    "tensors longer than one pass": {
+        "large": torch.randn(1000, 333),
+        "larger": torch.randn(700_001).bfloat16(),
+    },
+    "empty tensors only": {"a": torch.empty(0), "b": torch.empty(2, 0).bfloat16()},
+    "no tensor": {},
+}
+
+
+@pytest.mark.parametrize("tensors", SETS.values(), ids=SETS.keys())
+def test_the_safetensors_library_reads_what_our_own_reader_reads(
+    store: WeightStore, tensors: dict[str, torch.Tensor]
+) -> None:
+    manifest = publish(store, 1, tensors)
+    assert_equal(store.open_version(manifest), tensors)
+    path = Path(manifest.location) / "model.safetensors"
+    loaded = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        opened = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for found in (loaded, opened):
+        assert_equal({name: found[name] for name in tensors}, tensors)
+        assert len(found) == len(tensors)
+
+
+def test_transformers_loads_a_version_as_its_own_checkpoint(store: WeightStore) -> None:
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    model = LlamaForCausalLM(config)
+    manifest = publish(store, 1, dict(model.named_parameters()))
+    config.save_pretrained(manifest.location)
+    loaded = LlamaForCausalLM.from_pretrained(manifest.location)
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
+def test_a_canary_travels_with_its_version(store: WeightStore) -> None:
+    canary = Canary(token_ids=(3, 1, 2), logprobs=(-0.5, -2.0))
+    writer = store.begin(4, [])
+    committed = writer.commit(canary)
+    assert committed.canary == canary
+    assert store.manifest(4) == committed
+
+
+def test_a_version_whose_canary_is_nan_never_becomes_visible(store: WeightStore) -> None:
+    canary = Canary(token_ids=(3, 1, 2), logprobs=(-0.5, float("nan")))
+    with pytest.raises(NonFiniteWeights, match="version 4: the weights are finite, but"):
+        store.begin(4, []).commit(canary)
+    assert os.listdir(store.root) == []
 
 
 # ---- complete or invisible ---------------------------------------------------------------------
@@ -172,17 +241,36 @@ def test_a_commit_may_run_in_another_thread(store: WeightStore) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", [0, 57, 70_000, -1])
 def test_a_snapshot_with_a_value_that_is_not_finite_never_becomes_visible(
-    store: WeightStore, dtype: torch.dtype, bad: float
+    store: WeightStore, dtype: torch.dtype, bad: float, place: int
 ) -> None:
     publish(store, 1)
-    broken = torch.ones(100, dtype=dtype)
-    broken[57] = bad
+    broken = torch.ones(300_001, dtype=dtype)  # longer than one pass looks at
+    broken[place] = bad
     with pytest.raises(NonFiniteWeights, match="version 2 holds inf or nan in w"):
         publish(store, 2, {"fine": torch.ones(3), "w": broken})
     assert store.versions() == [1]
     assert os.listdir(store.root) == ["v1"], "the snapshot must leave nothing behind"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_the_largest_and_the_smallest_finite_values_are_published(
+    store: WeightStore, dtype: torch.dtype
+) -> None:
+    limits = torch.finfo(dtype)
+    edges = [limits.max, limits.min, limits.tiny, limits.tiny / 4, -0.0]
+    tensors = {"w": torch.tensor(edges, dtype=torch.float64).to(dtype)}
+    assert_equal(store.open_version(publish(store, 1, tensors)), tensors)
+
+
+def test_bits_that_would_be_nan_as_floats_are_fine_as_integers(store: WeightStore) -> None:
+    tensors = {name: torch.full((9,), -1, dtype=getattr(torch, name)) for name in
+               ("int8", "int16", "int32", "int64")}  # fmt: skip
+    assert_equal(store.open_version(publish(store, 1, tensors)), tensors)
 
 
 def test_an_aborted_version_leaves_nothing_and_may_be_written_again(store: WeightStore) -> None:
@@ -223,6 +311,8 @@ def test_versions_only_go_up(store: WeightStore, version: int) -> None:
         ([("w", "float32", (1,)), ("w", "float32", (1,))], "`w` is named twice"),
         ([("w", "complex64", (1,))], "`w`: dtype 'complex64' must be one of"),
         ([("w", "float32", (2, -1))], r"`w`: shape \(2, -1\)"),
+        ([("__metadata__", "float32", (2,))], "`__metadata__`: not a name"),
+        ([("\ud800", "float32", (2,))], "not a name"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_name_of_the_tensor(
@@ -254,7 +344,7 @@ def test_a_tensor_that_does_not_fit_its_place_is_refused(
 
 
 def damage(manifest: WeightVersion, offset: int) -> None:
-    path = Path(manifest.location) / "tensors"
+    path = Path(manifest.location) / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
@@ -270,12 +360,53 @@ def test_one_flipped_bit_is_refused_before_anything_is_handed_out(store: WeightS
     assert set(store.open_version(manifest, check=False)) == set(TENSORS)
 
 
-def test_a_truncated_file_is_refused_even_without_checksums(store: WeightStore) -> None:
+def test_a_file_of_another_length_is_refused_even_without_checksums(store: WeightStore) -> None:
     manifest = publish(store, 1)
-    path = Path(manifest.location) / "tensors"
+    path = Path(manifest.location) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-ALIGNMENT])
-    with pytest.raises(WeightsRefused, match="ends at byte"):
+    with pytest.raises(WeightsRefused, match="end at byte"):
         store.open_version(manifest, check=False)
+    publish(store, 2, {"w": torch.ones(3)})
+    longer = store.root / "v2" / "model.safetensors"
+    longer.write_bytes(longer.read_bytes() + b"\0" * 8)
+    with pytest.raises(WeightsRefused, match="end at byte"):
+        store.open_version(store.manifest(2), check=False)
+    for rest in (b"", b"\x08\x00"):
+        path.write_bytes(rest)
+        with pytest.raises(WeightsRefused):
+            store.open_version(manifest, check=False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"scale"', b'"scAle"'),  # another name for the same bytes
+        (b'"shape":[7,5]', b'"shape":[5,7]'),
+        (b'"F16"', b'"I16"'),
+        (b"[0,88]", b"[8,96]"),
+        (b"  ", b" {"),
+    ],
+)
+def test_a_header_that_disagrees_with_the_manifest_is_refused(
+    store: WeightStore, old: bytes, new: bytes
+) -> None:
+    # A loader that goes by the header would load something else than what was checked.
+    manifest = publish(store, 1)
+    path = Path(manifest.location) / "model.safetensors"
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    for refuse in (store.open_version, store.verify):
+        with pytest.raises(WeightsRefused, match="own header says something else"):
+            refuse(manifest)
+
+
+def test_a_header_longer_than_its_file_is_refused(store: WeightStore) -> None:
+    manifest = publish(store, 1)
+    path = Path(manifest.location) / "model.safetensors"
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    with pytest.raises(WeightsRefused):
+        store.verify(manifest)
 
 
 HOSTILE = {
@@ -291,6 +422,9 @@ HOSTILE = {
     "attribute of torch that is no dtype": {"dtype": "load"},
     "too many dimensions": {"shape": (7, 5) + (1,) * 40},
     "duplicate name": {"name": "scale"},
+    "another name": {"name": "embed.other"},
+    "name that is no text": {"name": "\ud800"},
+    "the bytes of another tensor": {"offset": 448},
 }
 
 
@@ -312,7 +446,7 @@ def test_a_manifest_can_not_lead_out_of_the_store(store: WeightStore, location: 
 
 def test_a_link_in_place_of_the_bytes_is_not_followed(store: WeightStore, tmp_path: Path) -> None:
     manifest = publish(store, 1)
-    path = Path(manifest.location) / "tensors"
+    path = Path(manifest.location) / "model.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WeightsRefused, match="can't be opened"):
@@ -442,11 +576,62 @@ def test_the_store_of_a_killed_owner_is_removed_by_the_next_but_a_living_one_is_
         assert living.latest() == 1
 
 
-def test_a_spec_made_by_hand_of_the_same_bytes_is_accepted(store: WeightStore) -> None:
-    manifest = publish(store, 1, {"w": torch.tensor([1.0, 2.0])})
-    spec = manifest.tensors[0]
-    again = TensorSpec(
-        name="w", dtype="float32", shape=(2, 1), offset=0, nbytes=8, crc32=spec.crc32
-    )
-    tensors = store.open_version(dataclasses.replace(manifest, tensors=(again,)))
-    assert torch.equal(tensors["w"], torch.tensor([[1.0], [2.0]]))
+# ---- on any file system ------------------------------------------------------------------------
+
+
+def test_a_store_on_disk_makes_its_folder_and_leaves_nothing_but_it(tmp_path: Path) -> None:
+    parent = tmp_path / "runs" / "weights"
+    with WeightStore.create(parent) as store:
+        assert_equal(store.open_version(publish(store, 1)), TENSORS)
+        assert store.root.parent == parent
+    assert list(parent.iterdir()) == []
+
+
+def test_a_store_of_another_node_is_never_removed_even_if_its_lock_can_not_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    far = WeightStore.create(tmp_path)
+    os.close(far._lock)  # as a node sees it that knows its own locks only
+    far._lock = None
+    monkeypatch.setattr("socket.gethostname", lambda: "node2")
+    with WeightStore.create(tmp_path):
+        assert far.root.exists()
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    with WeightStore.create(tmp_path):
+        assert not far.root.exists()
+
+
+def test_a_file_system_that_can_not_reserve_room_still_holds_versions(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    assert_equal(store.open_version(publish(store, 1)), TENSORS)
+
+
+def test_no_room_is_found_before_the_copy_and_leaves_nothing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.begin(1, shapes_of(TENSORS))
+    assert os.listdir(store.root) == []
+
+
+def test_a_file_system_without_locks_still_holds_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with WeightStore.create(tmp_path) as store, WeightStore.create(tmp_path) as other:
+        assert_equal(store.open_version(publish(store, 1)), TENSORS)
+        assert_equal(other.open_version(publish(other, 1)), TENSORS)
+    assert list(tmp_path.iterdir()) == []
