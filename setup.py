@@ -9,7 +9,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=["dapo_async", "dapo_async.rewards", "dapo_async.studies", "actors", "learner"],
+    package_data={"actors": ["sglang_cpu/*.py"]},  # a folder for the path of a process, no package
     install_requires=[
+        "aiohttp>=3.10",
         "deepspeed>=0.19",
         "math-verify>=0.9",
         "matplotlib>=3.9",
@@ -21,9 +23,12 @@ setup(
         "ray>=2.50",
         "rich>=13.7",
         "safetensors>=0.5",
+        "tenacity>=9.0",
         "tensorboard>=2.18",
         "torch>=2.8",
         "transformers>=5.0",
     ],
+    # For GPUs. On a CPU: pip install --no-deps -r requirements-sglang-cpu.txt
+    extras_require={"sglang": ["sglang==0.5.23"]},
     entry_points={"console_scripts": ["dapo-async = dapo_async.cli:main"]},
 )

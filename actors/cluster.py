@@ -1,11 +1,20 @@
-"""Ray for one run: started privately on this machine, checked against what the run asks for."""
+"""Ray for one run: a private one on this machine (`LocalRay`), or a cluster that runs already
+(`JoinedRay`). Both are checked against what the run asks for, and say where its actors go.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +36,37 @@ CHILD_ENV = {
 }
 
 
-def check_demand(config: Config, cpus: float) -> None:
-    """Refuse a run that asks for more CPUs than there are: Ray would wait for ever.
+log = logging.getLogger("dapo_async")
+POLL_S = 0.1
+CONNECT_TIMEOUT_S = 10.0
+"""Longest wait for a cluster's address to accept a connection."""
+LEAST_CPUS = 0.001
+"""Ray places nothing that asks for nothing."""
+
+Bundle = dict[str, float]
+"""What one actor reserves: amounts of `CPU` and `GPU`."""
+
+
+def bundles(config: Config) -> tuple[list[Bundle], list[Bundle]]:
+    """What each learner rank and each rollout worker reserves."""
+    rollout, learner = config.rollout, config.learner
+    own_engine = rollout.device == "cuda" and rollout.engine_urls is None
+    gpus = rollout.tensor_parallel_size if own_engine else 0
+    return (
+        [_bundle(learner.cpus_per_rank, int(learner.device == "cuda"))] * learner.ranks,
+        [_bundle(rollout.cpus_per_worker, gpus)] * rollout.workers,
+    )
+
+
+def _bundle(cpus: float, gpus: int) -> Bundle:
+    return {"CPU": max(cpus, LEAST_CPUS)} | ({"GPU": float(gpus)} if gpus else {})
+
+
+def check_demand(config: Config, cpus: float, gpus: float | None = None) -> None:
+    """Refuse a run that asks for more than this machine has: Ray would wait for ever.
+
+    Args:
+        gpus: None as long as nobody has counted them.
 
     Raises:
         ConfigError: names what is asked and what there is.
@@ -37,11 +75,62 @@ def check_demand(config: Config, cpus: float) -> None:
     asked = rollout.workers * rollout.cpus_per_worker + learner.ranks * learner.cpus_per_rank
     if asked > cpus:
         raise ConfigError(
-            f"the run asks for {asked:g} CPUs: `rollout.workers: {rollout.workers}` × "
-            f"`rollout.cpus_per_worker: {rollout.cpus_per_worker:g}` + `learner.ranks: "
-            f"{learner.ranks}` × `learner.cpus_per_rank: {learner.cpus_per_rank:g}`; "
-            f"there are {cpus:g}. Lower one of them"
+            f"the run asks for {asked:g} CPUs: {_cpus_asked(config)}; there are {cpus:g}. Lower "
+            "one of them"
         )
+    asked = _total(config)["GPU"]
+    if gpus is not None and asked > gpus:
+        raise ConfigError(
+            f"the run asks for {asked:g} GPUs: {_gpus_asked(config)}; there are {gpus:g}. Lower "
+            "one of them"
+        )
+
+
+def _total(config: Config) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for bundle in [b for kind in bundles(config) for b in kind]:
+        total.update(bundle)
+    return total
+
+
+def _cpus_asked(config: Config) -> str:
+    rollout, learner = config.rollout, config.learner
+    return (
+        f"`rollout.workers: {rollout.workers}` × `rollout.cpus_per_worker: "
+        f"{rollout.cpus_per_worker:g}` + `learner.ranks: {learner.ranks}` × "
+        f"`learner.cpus_per_rank: {learner.cpus_per_rank:g}`"
+    )
+
+
+def _gpus_asked(config: Config) -> str:
+    rollout, (ranks, workers) = config.rollout, bundles(config)
+    asked: list[str] = []
+    if "GPU" in workers[0]:
+        asked.append(
+            f"`rollout.workers: {rollout.workers}` × `rollout.tensor_parallel_size: "
+            f"{rollout.tensor_parallel_size}`"
+        )
+    if "GPU" in ranks[0]:
+        asked.append(f"`learner.ranks: {config.learner.ranks}`")
+    return " + ".join(asked)
+
+
+def _child_env() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    return CHILD_ENV | {"PYTHONPATH": path}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the actors of a run go: Ray's options for each."""
+
+    ranks: Sequence[dict[str, Any]]
+    workers: Sequence[dict[str, Any]]
+    beside_learner: dict[str, Any]
+    """For an actor on the learner's node that reserves nothing."""
+    learner_node: str | None
+    """Ray's id of that node; None where there is no other."""
 
 
 class LocalRay:
@@ -57,6 +146,7 @@ class LocalRay:
     def __init__(self, cpus: float) -> None:
         # Unix socket paths are limited to 107 bytes, so Ray's files can't live in the run folder.
         self._temp, self._lock = make_owned("dapo-ray-run-", tempfile.gettempdir())
+        self._cpus = cpus
         self._ray: Any = None
         try:
             self._start(cpus)
@@ -86,8 +176,6 @@ class LocalRay:
         import ray  # reads the environment above when it is imported
 
         self._ray = ray
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
         ray.init(
             address="local",
             num_cpus=int(cpus),  # what `check_demand` was told: Ray may count fewer
@@ -97,26 +185,211 @@ class LocalRay:
             log_to_driver=False,
             configure_logging=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            runtime_env={"env_vars": CHILD_ENV | {"PYTHONPATH": path}},
+            runtime_env={"env_vars": _child_env()},
         )
 
-    def actor_options(self, cpus: float) -> dict[str, Any]:
-        return {"num_cpus": cpus}
+    async def place(self, config: Config) -> Placement:
+        """At once.
+
+        Raises:
+            ConfigError: as `check_demand`, now with the GPUs that Ray sees.
+        """
+        check_demand(config, self._cpus, self._ray.cluster_resources().get("GPU", 0))
+        ranks, workers = bundles(config)
+        return Placement(
+            ranks=[_options(bundle) for bundle in ranks],
+            workers=[_options(bundle) for bundle in workers],
+            beside_learner={"num_cpus": 0},
+            learner_node=None,
+        )
 
     def other_cpu_s(self, known_pids: set[int]) -> float:
-        """CPU seconds of Ray's own processes: our descendants without the named ones."""
-        total = 0.0
-        for process in psutil.Process().children(recursive=True):
-            try:
-                if process.pid not in known_pids:
-                    times = process.cpu_times()
-                    total += times.user + times.system
-            except psutil.Error:
-                continue  # it ended meanwhile
-        return total
+        """CPU seconds of Ray's own processes: our descendants without the named ones and theirs."""
+        return sum(_cpu_s_below(child, known_pids) for child in psutil.Process().children())
 
     def close(self) -> None:
         if self._ray is not None:
             self._ray.shutdown()
         shutil.rmtree(self._temp, ignore_errors=True)
         os.close(self._lock)
+
+
+class JoinedRay:
+    """A place in a cluster that runs already, `ray.address`. `close` only leaves it: the actors of
+    a run end with its driver, however that ends, and the cluster goes on.
+
+    This machine must be one of its nodes, and the token in its environment (`RAY_AUTH_MODE`,
+    `RAY_AUTH_TOKEN_PATH`) if it asks for one. It replaces the process's SIGTERM handler.
+
+    Args:
+        address: `auto` for the cluster of this machine, or `host:port`.
+
+    Raises:
+        ConfigError: there is no such cluster, or it doesn't let us in.
+    """
+
+    def __init__(self, address: str) -> None:
+        if address != "auto":
+            _check_reachable(address)
+        import ray  # reads the token's place when it is imported
+        from ray.exceptions import RayError
+
+        self._ray = ray
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": _child_env()},
+            )
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            ray.shutdown()
+            raise ConfigError(
+                f"`ray.address: {address}` can't be joined: {error}. Does a cluster run there, is "
+                "this machine one of its nodes, and is its token in RAY_AUTH_TOKEN_PATH?"
+            ) from error
+
+    async def place(self, config: Config) -> Placement:
+        """Reserve room for everything before anything starts.
+
+        The ranks share a node, since payloads and weights lie beside them. Every worker is
+        reserved for itself: when its node dies, Ray finds it room elsewhere, and none waits for
+        the others. With `weights.transport: shared_memory` all is on one node.
+
+        Raises:
+            ConfigError: there was no room within `ray.placement_timeout_s`.
+        """
+        ranks, workers = bundles(config)
+        self._warn_if_small(config)
+        try:
+            async with asyncio.timeout(config.ray.placement_timeout_s):
+                if config.weights.transport == "shared_memory":
+                    seats = await self._seats(self._reserve([*ranks, *workers]))
+                    rank_seats, worker_seats = seats[: len(ranks)], seats[len(ranks) :]
+                else:
+                    # The ranks first, so that those that need most room on one node find it.
+                    rank_seats = await self._seats(self._reserve(ranks))
+                    groups = [self._reserve([worker]) for worker in workers]
+                    worker_seats = [seat for group in groups for seat in await self._seats(group)]
+        except TimeoutError:
+            raise ConfigError(self._no_room(config)) from None
+        home = self._node_of(rank_seats[0])
+        self._tell(home, [self._node_of(seat) for seat in worker_seats])
+        return Placement(
+            ranks=[_options(b) | s for b, s in zip(ranks, rank_seats, strict=True)],
+            workers=[_options(b) | s for b, s in zip(workers, worker_seats, strict=True)],
+            beside_learner=on_node(home),
+            learner_node=home,
+        )
+
+    def _reserve(self, together: list[Bundle]) -> Any:
+        """Ask for room on one node."""
+        from ray.util import placement_group
+
+        return placement_group(together, strategy="STRICT_PACK")
+
+    async def _seats(self, group: Any) -> list[dict[str, Any]]:
+        """Wait for that room; returns the options that put an actor there, one for each bundle."""
+        from ray.util import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        while placement_group_table(group)["state"] != "CREATED":
+            await asyncio.sleep(POLL_S)
+        return [
+            {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+            for index in range(group.bundle_count)
+        ]
+
+    def _node_of(self, seat: dict[str, Any]) -> str:
+        from ray.util import placement_group_table
+
+        strategy = seat["scheduling_strategy"]
+        table = placement_group_table(strategy.placement_group)
+        return table["bundles_to_node_id"][strategy.placement_group_bundle_index]
+
+    def _warn_if_small(self, config: Config) -> None:
+        """A cluster may still grow, so this is no error yet."""
+        there = self._ray.cluster_resources()
+        if any(asked > there.get(kind, 0) for kind, asked in _total(config).items()):
+            log.warning(
+                "%s; waiting up to %g s for it to grow",
+                *(self._asked_and_there(config), config.ray.placement_timeout_s),
+            )
+
+    def _no_room(self, config: Config) -> str:
+        together = f"the {config.learner.ranks} ranks of the learner need one node with room"
+        if config.weights.transport == "shared_memory":
+            together = (
+                "with `weights.transport: shared_memory` one node needs room for all of it "
+                "(`relay` spreads the workers)"
+            )
+        return (
+            f"no room after `ray.placement_timeout_s: {config.ray.placement_timeout_s:g}` s: "
+            f"{self._asked_and_there(config)}; {together}"
+        )
+
+    def _asked_and_there(self, config: Config) -> str:
+        total = _total(config)
+        asked = f"{total['CPU']:g} CPUs ({_cpus_asked(config)})"
+        if total["GPU"]:
+            asked += f" and {total['GPU']:g} GPUs ({_gpus_asked(config)})"
+        there, free = self._ray.cluster_resources(), self._ray.available_resources()
+        nodes = sum(node["Alive"] for node in self._ray.nodes())
+        has = ", ".join(
+            f"{there.get(kind, 0):g} {kind}s ({free.get(kind, 0):g} free)" for kind in total
+        )
+        return f"the run asks for {asked}; the cluster has {has} on {nodes} nodes"
+
+    def _tell(self, home: str, others: list[str]) -> None:
+        names = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        spread = Counter(others)
+        log.info(
+            "learner on %s; workers on %s",
+            names.get(home, home),
+            ", ".join(f"{names.get(node, node)} × {count}" for node, count in spread.items()),
+        )
+
+    def other_cpu_s(self, known_pids: set[int]) -> float:
+        """None: the cluster's own processes serve others too."""
+        return 0.0
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def _cpu_s_below(process: psutil.Process, without: set[int]) -> float:
+    """CPU seconds of a process and its descendants, leaving out whole branches."""
+    if process.pid in without:
+        return 0.0
+    try:
+        own, children = sum(process.cpu_times()[:2]), process.children()
+    except psutil.Error:
+        return 0.0  # it ended meanwhile
+    return own + sum(_cpu_s_below(child, without) for child in children)
+
+
+def on_node(node: str) -> dict[str, Any]:
+    """Options of an actor on this very node that reserves nothing."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+
+
+def _options(bundle: Bundle) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": bundle["CPU"]}
+    if "GPU" in bundle:
+        options["num_gpus"] = bundle["GPU"]
+    return options
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        with contextlib.closing(socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)):
+            pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`ray.address: {address}` can't be reached: {error}") from error

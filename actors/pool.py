@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
+from actors.weight_relay import RelayFailed, Relays
 from actors.worker import RolloutWorker
 from dapo_async.codec import MalformedFrame, decode, decode_any, encode
 from dapo_async.errors import ConfigError
@@ -26,6 +28,7 @@ from dapo_async.types import (
 )
 
 T = TypeVar("T")
+log = logging.getLogger("dapo_async")
 CALL_TIMEOUT_S = 60.0
 """Longest answer to a call that only queues something."""
 
@@ -38,7 +41,10 @@ class RayWorker:
         config: the resolved configuration as plain data.
         stop_ids: every token id that ends a response.
         store: handle of the payload store.
-        options: Ray options of the actor (`num_cpus`, `runtime_env` …).
+        options: Ray options of the actor (`num_cpus`, `scheduling_strategy` …).
+        relays: the weights' way to the worker's node; None where every node sees the same folder.
+        sender: handle of learner rank 0, where it sends the weights itself.
+        index: of the worker among all.
     """
 
     def __init__(
@@ -48,14 +54,19 @@ class RayWorker:
         stop_ids: Sequence[int],
         store: Any,
         options: dict[str, Any],
+        relays: Relays | None = None,
+        sender: Any = None,
+        index: int = 0,
     ) -> None:
         self.name = name
         self._make: Callable[[], Any] = lambda: (
             ray.remote(RolloutWorker)
             .options(max_restarts=0, **options)
-            .remote(name, config, list(stop_ids), store)
+            .remote(name, config, list(stop_ids), store, sender=sender, index=index)
         )
         self._actor: Any = None
+        self._relays = relays
+        self._node = ""
 
     async def start(self) -> int:
         """As `WorkerPort.start`.
@@ -65,7 +76,12 @@ class RayWorker:
         """
         self.kill()
         self._actor = self._make()
-        return _version(await self._call(self._live.start.remote()))
+        version = _version(await self._call(self._live.start.remote()))
+        if self._relays is not None:  # an earlier life may have been on another node
+            node = self._live.__ray_call__.remote(_node_id)
+            self._node = await self._call(node, CALL_TIMEOUT_S)
+            self._relays.open(self._node)
+        return version
 
     async def submit(self, leases: Sequence[Lease]) -> None:
         frames = [encode(lease) for lease in leases]
@@ -79,7 +95,26 @@ class RayWorker:
         frames = [encode(lease_id) for lease_id in lease_ids]
         await self._call(self._live.abort.remote(frames), CALL_TIMEOUT_S)
 
+    async def prepare(self, manifest: WeightVersion) -> None:
+        """As `WorkerPort.prepare`: the version is brought to the worker's node."""
+        if self._relays is None:
+            return
+        try:
+            async with self._relays.nearby(manifest, self._node):
+                pass
+        except RelayFailed as error:
+            log.info("%s: %s; tried again with the update", self.name, error)
+
     async def update(self, manifest: WeightVersion) -> int:
+        if self._relays is None:
+            return await self._update(manifest)
+        try:
+            async with self._relays.nearby(manifest, self._node) as local:
+                return await self._update(local)
+        except RelayFailed as error:
+            raise UpdateRefusedByWorker(str(error)) from error
+
+    async def _update(self, manifest: WeightVersion) -> int:
         answer: dict[str, Any] = await self._call(self._live.update.remote(encode(manifest)))
         if "refused" in answer:
             raise UpdateRefusedByWorker(answer["refused"])
@@ -126,6 +161,11 @@ class RayWorker:
             raise WorkerLost(_reason(error)) from error
         except TimeoutError as error:
             raise WorkerLost(f"no answer within {timeout_s:g} s") from error
+
+
+def _node_id(_: Any) -> str:
+    """Run within an actor: Ray's id of its node."""
+    return ray.get_runtime_context().get_node_id()
 
 
 def _version(reported: Any) -> int:

@@ -13,14 +13,17 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import psutil
 
 from actors.engine import Engine, EngineBroken, EngineHealth, UpdateRefused
+from actors.engines import make_engine
+from actors.sglang_weights import RaySender
 from dapo_async import batching, dapo
 from dapo_async.codec import decode, encode
-from dapo_async.config import Config, at, validate, values
+from dapo_async.config import Config, at, validate
 from dapo_async.errors import ConfigError
 from dapo_async.rewards.pool import RewardPool
 from dapo_async.types import (
@@ -87,10 +90,22 @@ class RolloutWorker:
         config: the resolved configuration as plain data.
         stop_ids: every token id that ends a response.
         store: handle of the payload store: `store.put.remote(lease_frame, group_frame)`.
+        index: of the worker among all.
+        sender: handle of learner rank 0, where it sends the weights itself.
     """
 
-    def __init__(self, name: str, config: dict[str, Any], stop_ids: list[int], store: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: dict[str, Any],
+        stop_ids: list[int],
+        store: Any,
+        index: int = 0,
+        sender: Any = None,
+    ) -> None:
         self._name = name
+        self._index = index
+        self._sender = None if sender is None else RaySender(sender, name)
         self._config: Config = validate(config)
         self._stop_ids = frozenset(stop_ids)
         self._store = store
@@ -123,24 +138,10 @@ class RolloutWorker:
     def _load(self) -> tuple[Any, Engine]:
         from transformers import AutoTokenizer
 
-        from actors.torch_engine import TorchEngine
-
-        config = self._config
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.path, local_files_only=True, trust_remote_code=False
+        tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(
+            self._config.model.path, local_files_only=True, trust_remote_code=False
         )
-        longest = int(max(values(config.rollout.max_response_length)))
-        engine = TorchEngine.from_path(
-            config.model.path,
-            dtype=_dtype(config),
-            stop_token_ids=self._stop_ids,
-            slots=config.rollout.slots,
-            max_context=config.data.max_prompt_tokens + longest,
-            weight_update=config.rollout.weight_update,
-            deterministic=config.rollout.deterministic,
-            threads=config.rollout.threads_per_worker,
-        )
-        return tokenizer, engine
+        return tokenizer, make_engine(self._config, self._stop_ids, self._index, self._sender)
 
     # ---- leases --------------------------------------------------------------------------------
 
@@ -167,6 +168,7 @@ class RolloutWorker:
                 self._check_progress()
         if self._results and self._broken is None:
             await asyncio.sleep(gather_s)
+        self._broken = self._broken or self._engine.health().broken
         self._news.clear()
         if self._broken is not None:
             raise RuntimeError(f"the worker is quarantined: {self._broken}")
@@ -404,10 +406,9 @@ class RolloutWorker:
     async def health(self) -> dict[str, float]:
         """Progress and costs of this worker so far."""
         health = self._engine.health()
-        own, children = os.times()[:2], os.times()[2:4]
         return {
             "pid": float(os.getpid()),
-            "cpu_s": sum(own) + sum(children),
+            "cpu_s": _cpu_s(),
             "version": float(health.version),
             "outstanding": float(health.outstanding),
             "tokens_sampled": float(health.tokens_sampled),
@@ -436,6 +437,18 @@ def _reward_sums(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
     return {name: (sum(values), float(len(values))) for name, values in found.items()}
 
 
+def _cpu_s() -> float:
+    """CPU seconds of this process, of its children that have ended and of those that live: an
+    engine may be one of them."""
+    total = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:2])
+        except psutil.Error:
+            continue  # it ended meanwhile
+    return total
+
+
 def _plain(text: str) -> str:
     """Text that any frame can carry: half a surrogate pair, as a file name may hold, can't be."""
     return text.encode("utf-8", "replace").decode()
@@ -445,9 +458,3 @@ def _replaced(sampling: SamplingParams, **changes: Any) -> SamplingParams:
     from dataclasses import replace
 
     return replace(sampling, **changes)
-
-
-def _dtype(config: Config) -> Any:
-    import torch
-
-    return torch.bfloat16 if config.learner.precision == "bf16" else torch.float32

@@ -53,11 +53,23 @@ def train(config: Config) -> int:
         return 1
 
 
-def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> None:
-    from actors.cluster import LocalRay, check_demand
+def check_engine(config: Config) -> None:
+    """Ask SGLang whether it accepts what the config means, without starting it.
 
-    cpus = os.cpu_count() or 1
-    check_demand(config, cpus)
+    Raises:
+        ConfigError: it doesn't; says why.
+    """
+    from actors.sglang_process import check_arguments
+
+    check_arguments(config)
+
+
+def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> None:
+    from actors.cluster import JoinedRay, LocalRay, check_demand
+
+    local, cpus = config.ray.address == "local", os.cpu_count() or 1
+    if local:
+        check_demand(config, cpus)
     inputs = asyncio.run(guard.run(read_inputs(config)))
     if inputs.dropped:
         log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)
@@ -65,7 +77,7 @@ def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> Non
     ray: Any = None
     try:
         with guard.keeping_handlers():  # Ray installs its own
-            ray = LocalRay(cpus)
+            ray = LocalRay(cpus) if local else JoinedRay(config.ray.address)
         asyncio.run(_train(config, inputs, folder, console, guard, ray))
     finally:
         guard.finishing()
@@ -154,26 +166,29 @@ async def _train(
     import ray as ray_api
 
     from actors.pool import RayWorker
-    from dapo_async.weights import WeightStore
+    from actors.weight_relay import open_weights
     from learner.payloads import PayloadStore
     from learner.worker import RayLearner
 
     tree = config.model_dump(mode="json", exclude_unset=True)
     started = time.monotonic()
-    with WeightStore.create() as weights:
-        store: Any = ray_api.remote(PayloadStore).options(num_cpus=0).remote()
-        learner = RayLearner(
-            config, tree, store, str(weights.root), ray.actor_options(config.learner.cpus_per_rank)
-        )
+    placement = await guard.run(ray.place(config))
+    async with open_weights(config, placement) as (weights, relays):
+        store: Any = ray_api.remote(PayloadStore).options(**placement.beside_learner).remote()
+        learner = RayLearner(config, tree, store, weights, placement.ranks)
+        sender = learner.rank0 if config.weights.transport == "nccl" else None
         workers = [
             RayWorker(
                 f"worker{index}",
                 tree,
                 sorted(inputs.stop_ids),
                 store,
-                ray.actor_options(config.rollout.cpus_per_worker),
+                options,
+                relays=relays,
+                sender=sender,
+                index=index,
             )
-            for index in range(config.rollout.workers)
+            for index, options in enumerate(placement.workers)
         ]
         status: Status
         reporter = Reporter(config, folder, lambda: status)

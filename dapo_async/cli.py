@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,10 @@ def train(
     resolved = configs.load(config, overrides or [])
     if dry_run:
         typer.echo(configs.dump(resolved), nl=False)
+        if resolved.rollout.engine == "sglang" and resolved.rollout.engine_urls is None:
+            from dapo_async import app as application
+
+            application.check_engine(resolved)
         return
     from dapo_async import app as application
 
@@ -114,6 +119,9 @@ def quickstart(
 
 def main() -> None:
     """Entry point: errors of the run become their exit code and one clear message."""
+    # transformers imports torchvision where it is; the one that SGLang on a CPU needs is older than
+    # torch and says so.
+    warnings.filterwarnings("ignore", "Failed to load image Python extension", UserWarning)
     try:
         app()
     except RunError as error:

@@ -166,6 +166,38 @@ SGLANG_ONLY = (
     "engine_urls", "engine_token_file",
 )  # fmt: skip
 
+_WORKER = "the worker sets it itself"
+_ONE_MACHINE = "an engine runs on one machine; use more `rollout.workers`"
+OWNED_ENGINE_ARGS: Mapping[str, str] = {
+    "model_path": "`model.path`",
+    "tokenizer_path": "`model.path`",
+    "device": "`rollout.device`",
+    "dtype": "`learner.precision`",
+    "tp_size": "`rollout.tensor_parallel_size`",
+    "pp_size": "`rollout.tensor_parallel_size`",
+    "mem_fraction_static": "`rollout.memory_fraction`",
+    "context_length": "`rollout.context_length`",
+    "allow_auto_truncate": "`data.max_prompt_tokens`",
+    "max_running_requests": "`rollout.slots`",
+    "random_seed": "`run.seed`",
+    "preferred_sampling_params": "`rollout.temperature`, `top_p` and `top_k`",
+    "skip_tokenizer_init": "`rollout.stop_strings`",
+    "incremental_streaming_output": _WORKER,
+    "weight_version": _WORKER,
+    "trust_remote_code": "code that comes with a model is never run",
+    "host": _WORKER,
+    "port": _WORKER,
+    "nccl_port": _WORKER,
+    "dist_init_addr": _WORKER,
+    "api_key": _WORKER,
+    "admin_api_key": _WORKER,
+    "base_gpu_id": _WORKER,
+    "gpu_id_step": _WORKER,
+    "nnodes": _ONE_MACHINE,
+    "node_rank": _ONE_MACHINE,
+}
+"""SGLang arguments that `rollout.engine_args` may not set → what says it instead, or why not."""
+
 
 class RolloutConfig(Section):
     """Generation."""
@@ -262,6 +294,11 @@ class RolloutConfig(Section):
             )
         if self.device == "cpu":
             self.refuse_ignored(["memory_fraction"], "with `device: cpu`")
+        for name in self.engine_args or ():
+            owner = OWNED_ENGINE_ARGS.get(name)
+            if owner is not None:
+                instead = f"it follows from {owner}" if owner.startswith("`") else owner
+                raise ValueError(f"`engine_args` must not set `{name}`: {instead}")
         if self.engine_urls is None:
             self.refuse_ignored(["engine_token_file"], "without `engine_urls`")
             return
@@ -482,7 +519,7 @@ class WeightsConfig(Section):
     transport: Literal["shared_memory", "relay", "disk", "nccl"] = "shared_memory"
     """shared_memory: one machine. relay: one copy per node in its shared memory, sent while engines
     go on generating. disk: `dir`, a folder that every node sees. nccl: straight from the learner
-    into the engines (sglang), all of which pause."""
+    into the engines (sglang), one after another; gloo with `rollout.device: cpu`."""
     dir: str | None = None
     """The folder of `transport: disk`."""
     canary_tolerance: Positive | None = None
@@ -515,6 +552,8 @@ class LearnerConfig(Section):
     """Data-parallel learner processes."""
     zero_stage: Literal[1] = 1
     """DeepSpeed ZeRO stage."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the ranks compute; cuda is one GPU each."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute precision."""
     lr: Positive = 1e-6
@@ -608,6 +647,8 @@ class RayConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> RayConfig:
+        if not re.fullmatch(r"local|auto|[^/:\s]+:[0-9]+|\[[0-9a-f:]+\]:[0-9]+", self.address):
+            raise ValueError(f"`address: {self.address}` must be local, auto or host:port")
         if self.address == "local":
             self.refuse_ignored(["placement_timeout_s"], "with `address: local`")
         return self
@@ -709,6 +750,12 @@ def _check_weights(config: Config) -> None:
             raise ValueError("`weights.transport: nccl` needs `rollout.engine: sglang`")
         if config.weights.delay:
             raise ValueError("`weights.delay` needs a transport that keeps versions, not `nccl`")
+        if config.rollout.weight_update == "keep_kv" and config.rollout.tensor_parallel_size > 1:
+            raise ValueError(
+                "`weights.transport: nccl` with `rollout.weight_update: keep_kv` needs "
+                "`rollout.tensor_parallel_size: 1`: a forward may still be under way when the "
+                "weights come, and two NCCL groups at once on a GPU can wait for ever"
+            )
 
 
 def warnings(config: Config) -> list[str]:
@@ -775,9 +822,8 @@ def _with_engine(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     changed: dict[str, Any] = dict(cast(Mapping[str, Any], rollout))
     urls: Any = changed.get("engine_urls")
     if changed.get("engine", "auto") == "auto":
-        able = gpus() > 0 and importlib.util.find_spec("sglang") is not None
-        changed["engine"] = "sglang" if able or urls else "torch"
-    if changed["engine"] == "sglang" and "device" not in changed and not urls and gpus() > 0:
+        changed["engine"] = "sglang" if urls or _sglang_on_gpu() else "torch"
+    if changed["engine"] == "sglang" and "device" not in changed and not urls and _sglang_on_gpu():
         changed["device"] = "cuda"
     if isinstance(urls, list) and "workers" not in changed:
         changed["workers"] = len(cast(list[Any], urls))
@@ -787,6 +833,11 @@ def _with_engine(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def gpus() -> int:
     """NVIDIA GPUs of this machine, without loading torch."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _sglang_on_gpu() -> bool:
+    """There is a GPU, and the SGLang that is installed can use it."""
+    return gpus() > 0 and all(importlib.util.find_spec(name) for name in ("sglang", "sgl_kernel"))
 
 
 def dump(config: Config) -> str:

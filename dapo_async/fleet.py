@@ -51,6 +51,11 @@ class WorkerPort(Protocol):
         """Stop generating; aborted leases yield no result."""
         ...
 
+    async def prepare(self, manifest: WeightVersion) -> None:
+        """Bring a version near while the worker goes on, so that its update is short. No promise:
+        an update may come without it, or with another version."""
+        ...
+
     async def update(self, manifest: WeightVersion) -> int:
         """Load a version; returns the version that the engine proves.
         Raises UpdateRefusedByWorker when the manifest was refused untouched."""

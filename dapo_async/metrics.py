@@ -90,6 +90,7 @@ METRICS: dict[str, str] = {
     "perf/wait_for_batch_s": "seconds the learner waited for a batch",
     "perf/update_s": "seconds of forward, backward and optimizer",
     "perf/publish_s": "seconds the learner was held by publishing weights",
+    "perf/relay_s": "longest way of new weights to a worker's node, in seconds",
     "perf/tokens_per_s": "response tokens trained per second",
     "perf/generate_s_mean": "seconds from the start of a group to its last token",
     "perf/reward_s_mean": "seconds to judge a group",

@@ -432,6 +432,7 @@ class Pipeline:
         while True:
             async with self.broadcast.news:
                 await self.broadcast.news.wait_for(lambda: self._update_wanted(worker))
+            await self._prepare(worker)
             async with self._update_turns:
                 if not self._update_wanted(worker):
                     continue
@@ -455,6 +456,17 @@ class Pipeline:
             if version < target:
                 raise WorkerLost(f"updated to {target} but proves only version {version}")
             await self._proven(worker, version)
+
+    async def _prepare(self, worker: Worker) -> None:
+        """Bring the weights near before the worker's turn: nobody pauses for their way."""
+        target, started = self._target_version(), self._now()
+        await within(
+            self.config.weights.update_timeout_s,
+            worker.port.prepare(self.broadcast.manifest(target)),
+            WorkerLost,
+            f"the way of version {target} to {worker.name}",
+        )
+        self.stats.relayed(self._now() - started)
 
     def _update_wanted(self, worker: Worker) -> bool:
         if worker.version is None or worker.held:

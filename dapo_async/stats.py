@@ -30,7 +30,7 @@ class StepStats:
         self._started_at = 0.0
         self._step_started_at = 0.0
         self._idle_since: float | None = None
-        self._idle_in_step = self._publish_in_step = 0.0
+        self._idle_in_step = self._publish_in_step = self._relay_in_step = 0.0
         self._busy_since = self._busy_in_step = 0.0
         self._fleet_idle_before = 0.0
         self._judged: list[GroupMeta] = []
@@ -66,6 +66,10 @@ class StepStats:
         """The learner was held by publishing for so long (it counts as idle)."""
         self._publish_in_step += seconds
 
+    def relayed(self, seconds: float) -> None:
+        """A version took so long to come near to a worker."""
+        self._relay_in_step = max(self._relay_in_step, seconds)
+
     def step_metrics(
         self,
         now: float,
@@ -100,6 +104,7 @@ class StepStats:
             "perf/step_s": step_s,
             "perf/wait_for_batch_s": max(0.0, self._idle_in_step - self._publish_in_step),
             "perf/publish_s": self._publish_in_step,
+            "perf/relay_s": self._relay_in_step,
             "perf/update_s": self._busy_in_step,
             "perf/learner_idle_share": min(1.0, self._idle_in_step / step_s),
             "perf/worker_idle_share": min(
@@ -112,6 +117,7 @@ class StepStats:
         self._step_started_at = now
         self.last_step_s = step_s
         self._idle_in_step = self._publish_in_step = self._busy_in_step = 0.0
+        self._relay_in_step = 0.0
         self._fleet_idle_before = idle_now
         self._judged = []
         self._kept = 0

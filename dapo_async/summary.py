@@ -80,5 +80,9 @@ def summarise(
         },
         "ledger": pipeline.queue.ledger.summary(),
         "weights_published": pipeline.broadcast.count,
+        "workers": [
+            {"name": worker.name, "version": worker.version, "restarts": worker.restarts}
+            for worker in pipeline.fleet.workers
+        ],
         "worker_restarts": sum(worker.restarts for worker in pipeline.fleet.workers),
     }

@@ -11,9 +11,15 @@ class PayloadStore:
     def __init__(self) -> None:
         self._frames: dict[bytes, bytes] = {}
         self._bytes = 0
+        self._expired: set[bytes] = set()
+        """Leases that were discarded before their payload came: those of lost workers. Such a
+        worker may live on beyond reach and deliver late, when nobody would release it."""
 
     def put(self, lease_id: bytes, frame: bytes) -> None:
-        """Keep a payload; a repeated delivery replaces the same bytes."""
+        """Keep a payload; a repeated delivery replaces the same bytes. One whose lease has expired
+        is thrown away."""
+        if lease_id in self._expired:
+            return
         self._drop(lease_id)
         self._frames[lease_id] = frame
         self._bytes += len(frame)
@@ -24,6 +30,8 @@ class PayloadStore:
 
     def discard(self, lease_ids: list[bytes]) -> None:
         for lease_id in lease_ids:
+            if lease_id not in self._frames:
+                self._expired.add(lease_id)
             self._drop(lease_id)
 
     def _drop(self, lease_id: bytes) -> None:

@@ -109,7 +109,8 @@ class Trainer:
         version: completed steps (after a resume).
 
     Raises:
-        ConfigError: a model that can't be loaded or isn't supported.
+        ConfigError: a model that can't be loaded or isn't supported, or no GPU for
+            `learner.device: cuda`.
     """
 
     def __init__(
@@ -129,6 +130,11 @@ class Trainer:
         self.torn = False
         """Weights between two versions: a step was updating, or failed after an update."""
         self.skipped_in_a_row = 0
+        if config.learner.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "`learner.device: cuda` needs a GPU, and torch "
+                f"{torch.__version__} sees none in rank {rank}"
+            )
         torch.set_num_threads(config.learner.threads_per_rank)
         self._owns_group = not torch.distributed.is_initialized()
         bf16 = config.learner.precision == "bf16"
@@ -439,9 +445,8 @@ def _start_engine(
     master_addr: str,
     master_port: int | None,
 ) -> Any:
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    on_gpu = config.learner.device == "cuda"
+    os.environ["DS_ACCELERATOR"] = config.learner.device  # else DeepSpeed takes a GPU it finds
     local = rank % torch.cuda.device_count() if on_gpu else rank
     os.environ.update(
         RANK=str(rank),

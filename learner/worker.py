@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import ray
@@ -62,17 +63,30 @@ class LearnerRank:
     def _start(self, master_addr: str, master_port: int) -> None:
         from dapo_async.weights import WeightStore
         from learner.publisher import Publisher
+        from learner.sender import WeightSender, nccl_environment
         from learner.trainer import Trainer
 
+        config = self._config
+        if config.weights.transport == "nccl":
+            nccl_environment()
         self._trainer = Trainer(
-            self._config,
+            config,
             self._rank,
-            self._config.learner.ranks,
+            config.learner.ranks,
             master_addr=master_addr,
             master_port=master_port,
         )
-        self._weight_store = WeightStore(self._weights)
-        self._publisher = Publisher(self._weight_store)
+        if config.weights.transport == "nccl":
+            backend = "gloo" if config.rollout.device == "cpu" else "nccl"
+            self._publisher = WeightSender(
+                ray.util.get_node_ip_address(),
+                backend,
+                self._trainer.device,
+                config.weights.update_timeout_s,
+            )
+        else:
+            self._weight_store = WeightStore(self._weights)
+            self._publisher = Publisher(self._weight_store)
 
     async def step(self, frame: bytes) -> bytes:
         """Fetch this rank's payloads and train one batch; a StepReport frame (rank 0's counts).
@@ -123,10 +137,30 @@ class LearnerRank:
         except (OSError, WeightsRefused) as error:
             return b"", f"{type(error).__name__}: {error}"
         try:
-            self._weight_store.prune(newest=newest)
+            if self._weight_store is not None:
+                self._weight_store.prune(newest=newest)
         except OSError as error:  # the version is visible all the same; the next prune gets both
             log.warning("old weights were not removed: %s", error)
         return encode(manifest), ""
+
+    # ---- `weights.transport: nccl`: workers of the rollout call these on rank 0 ------------------
+
+    async def offer_weights(
+        self, worker: str, group: str, version: int, ranks: int
+    ) -> dict[str, Any]:
+        """As `WeightSender.offer`; {"refused": why} where another version is the newest."""
+        from learner.sender import VersionReplaced
+
+        try:
+            return asdict(self._publisher.offer(worker, group, version, ranks))
+        except VersionReplaced as error:
+            return {"refused": str(error)}
+
+    async def send_weights(self, group: str) -> None:
+        await asyncio.wrap_future(self._publisher.send(group))
+
+    async def drop_weights(self, group: str) -> None:
+        self._publisher.drop(group)
 
     async def save(self, path: str) -> int:
         """Write a Hugging Face folder, behind a step under way; returns the version it holds.
@@ -168,7 +202,7 @@ class RayLearner:
         tree: the same as plain data, for the actors.
         store: handle of the payload store.
         weights: folder of the WeightStore.
-        options: Ray options of each rank.
+        options: Ray options of each rank, in order.
     """
 
     def __init__(
@@ -177,16 +211,21 @@ class RayLearner:
         tree: dict[str, Any],
         store: Any,
         weights: str,
-        options: dict[str, Any],
+        options: Sequence[dict[str, Any]],
     ) -> None:
         self._config = config
         self._store = store
         self._actors = [
             ray.remote(LearnerRank)
-            .options(max_restarts=0, **options)
+            .options(max_restarts=0, **rank_options)
             .remote(tree, rank, store, weights)
-            for rank in range(config.learner.ranks)
+            for rank, rank_options in enumerate(options)
         ]
+
+    @property
+    def rank0(self) -> Any:
+        """The actor that publishes."""
+        return self._actors[0]
 
     async def start(self) -> None:
         """Start all ranks; returns when the optimizer is ready."""

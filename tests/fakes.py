@@ -211,6 +211,11 @@ class FakeWorker:
             if task is not None:
                 task.cancel()
 
+    async def prepare(self, manifest: WeightVersion) -> None:
+        self._check_alive()
+        await asyncio.sleep(self.random.uniform(0.0, 0.5))
+        self._check_alive()
+
     async def update(self, manifest: WeightVersion) -> int:
         self._check_alive()
         if self.evaluating:

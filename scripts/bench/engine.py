@@ -1,4 +1,7 @@
-"""The embedded engine against static `model.generate`, in tokens per CPU second on one thread.
+"""Engines against the plainest way to drive the same model.
+
+With `--engine torch`, the default: the embedded engine against static `model.generate`, in tokens
+per CPU second on one thread.
 
     (a) one request alone in the engine
     (b) 512 requests of prescribed response lengths (geometric, mean 12, at most 40) through 64
@@ -8,7 +11,11 @@
 Runs of the two alternate, so that a change of the machine's speed hits both. CPU time of the whole
 process is counted, the event loop and the engine thread included.
 
+With `--engine sglang`: SGLangEngine against SGLang driven directly, in tokens per second at 64
+samples at once; see `engine_sglang.py`. `--folder` names a model instead of those made here.
+
     python scripts/bench/engine.py [--repeats 5] [--models quickstart 4m] [--requests 512]
+    python scripts/bench/engine.py --engine sglang [--repeats 5] [--prompt 16] [--response 128]
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import argparse
 import asyncio
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -114,8 +122,36 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--engine", choices=["torch", "sglang"], default="torch")
+    parser.add_argument("--folder", type=Path, help="a model for --engine sglang")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens, for --engine sglang")
+    parser.add_argument("--response", type=int, default=128, help="tokens, for --engine sglang")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.engine == "sglang":
+        against_sglang(args)
+    else:
+        against_static(args)
+
+
+def against_sglang(args: argparse.Namespace) -> None:
+    import engine_sglang
+
+    with tempfile.TemporaryDirectory(prefix="bench-engine-") as scratch:
+        folders: dict[str, Path] = {}
+        if args.folder is not None:
+            folders[args.folder.name] = Path(scratch, "borrowed")
+            engine_sglang.borrow_model(folders[args.folder.name], args.folder)
+        for name in args.models if args.folder is None else ():
+            folders[name] = Path(scratch, name)
+            context = args.prompt + args.response
+            engine_sglang.make_model(folders[name], SHAPES[name], context)
+        for name, folder in folders.items():
+            print(f"{name}: prompts of {args.prompt}, responses of {args.response} tokens")
+            asyncio.run(engine_sglang.compare(folder, args.repeats, args.prompt, args.response))
+
+
+def against_static(args: argparse.Namespace) -> None:
     for name in args.models:
         model, static_model = build(name), build(name)
         prompts, lengths = work(args.requests, model.config.vocab_size)

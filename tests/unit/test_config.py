@@ -77,6 +77,28 @@ def test_the_minimal_config_has_the_papers_defaults() -> None:
         ({"replay__depth": 9.0}, ["depth", "9", "max_staleness + 1"]),
         ({"weights__broadcast_interval": 9}, ["broadcast_interval", "9", "max_staleness"]),
         ({"weights__delay": 3}, ["weights.delay", "3", "max_staleness"]),
+        (
+            {"weights__transport": "nccl", "rollout__engine": "torch"},
+            ["weights.transport", "nccl", "rollout.engine: sglang"],
+        ),
+        (
+            {"weights__transport": "nccl", "rollout__engine": "sglang", "weights__delay": 1},
+            ["weights.delay", "keeps versions", "nccl"],
+        ),
+        (
+            {"weights__transport": "nccl", "rollout__engine": "sglang", "weights__dir": "/x"},
+            ["dir", "transport: nccl"],
+        ),
+        (
+            {
+                "weights__transport": "nccl",
+                "rollout__engine": "sglang",
+                "rollout__weight_update": "keep_kv",
+                "rollout__tensor_parallel_size": 2,
+                "rollout__device": "cuda",
+            },
+            ["weights.transport", "keep_kv", "tensor_parallel_size: 1"],
+        ),
         ({"weights__delay": 1, "weights__broadcast_interval": 2}, ["delay", "broadcast_interval"]),
         ({"overlong__buffer": 2000}, ["overlong.buffer", "2000", "max_response_length"]),
         ({"overlong__mode": "linear"}, ["buffer", "factor", "linear"]),

@@ -604,7 +604,7 @@ class FakeRay:
         return self
 
     def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=lambda *_: self.actor)
+        return SimpleNamespace(remote=lambda *_, **__: self.actor)
 
 
 MANIFEST = WeightVersion(version=1, location="/nowhere", tensors=(), finite=True)

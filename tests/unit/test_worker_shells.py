@@ -6,7 +6,9 @@ Real shells; the engine, the trainer and Ray are scripted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ import learner.worker
 from actors import pool
 from actors.engine import EngineHealth
 from actors.torch_engine import TorchEngine
+from actors.weight_relay import RelayFailed
 from actors.worker import RolloutWorker
 from dapo_async.codec import decode, decode_any, encode
 from dapo_async.config import validate
@@ -35,6 +38,7 @@ from dapo_async.errors import (
     WorkersLostError,
 )
 from dapo_async.fleet import WorkerLost
+from dapo_async.pipeline import UpdateRefusedByWorker
 from dapo_async.types import (
     Batch,
     Completion,
@@ -47,8 +51,10 @@ from dapo_async.types import (
     Prompt,
     SamplingParams,
     StepReport,
+    WeightVersion,
 )
 from dapo_async.weights import WeightStore
+from learner.payloads import PayloadStore
 from learner.worker import LearnerRank, RayLearner
 
 LEASE_ID = LeaseId(DrawId("run", 0, 0), 0)
@@ -327,7 +333,7 @@ class FakeRay:
         return self
 
     def options(self, **_: Any) -> Any:
-        return SimpleNamespace(remote=lambda *_: self.actor())
+        return SimpleNamespace(remote=lambda *_, **__: self.actor())
 
     def actor(self) -> Any:
         async def answer(name: str, args: tuple[Any, ...], value: Any) -> Any:
@@ -420,6 +426,100 @@ def test_a_worker_that_sends_malformed_frames_is_lost(
             await worker.evaluate([], 0)
 
     asyncio.run(main())
+
+
+# ---- RayWorker: weights from another node ------------------------------------------------------
+
+MANIFEST = WeightVersion(version=3, location="/learner/v3", tensors=(), finite=True)
+
+
+class ScriptedRelays:
+    """Brings every version to `/<node>/v<n>`, unless it fails with `error`."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.opened: list[str] = []
+        self.loading = 0
+
+    def open(self, node: str) -> None:
+        self.opened.append(node)
+
+    @asynccontextmanager
+    async def nearby(self, manifest: WeightVersion, node: str) -> AsyncGenerator[WeightVersion]:
+        if self.error is not None:
+            raise self.error
+        self.loading += 1
+        yield replace(manifest, location=f"/{node}/v{manifest.version}")
+        self.loading -= 1
+
+
+def far_worker(
+    monkeypatch: pytest.MonkeyPatch, relays: ScriptedRelays, **answers: Any
+) -> tuple[FakeRay, pool.RayWorker]:
+    ray = FakeRay(start=0, __ray_call__="b", **answers)
+    monkeypatch.setattr(pool, "ray", ray)
+    return ray, pool.RayWorker("w0", {}, [], None, {}, relays)  # type: ignore[arg-type]
+
+
+def test_a_worker_loads_a_version_from_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        relays = ScriptedRelays()
+        ray, worker = far_worker(monkeypatch, relays, update={"version": 3})
+        await worker.start()
+        assert relays.opened == ["b"], "its relay is up before it is needed"
+        await worker.prepare(MANIFEST)
+        assert [name for name, *_ in ray.called] == ["start", "__ray_call__"]
+        assert await worker.update(MANIFEST) == 3 and relays.loading == 0
+        name, frame = ray.called[-1]
+        assert name == "update" and decode(frame, WeightVersion).location == "/b/v3"
+
+    asyncio.run(main())
+
+
+def test_a_version_that_does_not_reach_the_node_costs_no_worker_but_is_offered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        relays = ScriptedRelays()
+        ray, worker = far_worker(monkeypatch, relays, update={"version": 3})
+        await worker.start()
+        relays.error = RelayFailed("the relay is dead")
+        await worker.prepare(MANIFEST)  # only a hint
+        with pytest.raises(UpdateRefusedByWorker, match="the relay is dead"):
+            await worker.update(MANIFEST)
+        assert not any(name == "update" for name, *_ in ray.called), "its engine goes on"
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_comes_back_on_another_node_loads_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        relays = ScriptedRelays()
+        ray, worker = far_worker(monkeypatch, relays, update={"version": 3})
+        await worker.start()
+        ray.answers["__ray_call__"] = "c"
+        await worker.start()
+        await worker.update(MANIFEST)
+        assert decode(ray.called[-1][1], WeightVersion).location == "/c/v3"
+        assert relays.opened == ["b", "c"]
+
+    asyncio.run(main())
+
+
+# ---- PayloadStore ------------------------------------------------------------------------------
+
+
+def test_a_payload_that_a_lost_worker_stores_late_is_thrown_away() -> None:
+    store = PayloadStore()
+    store.put(b"told", b"12345")
+    store.discard([b"told", b"never came"])
+    store.put(b"never came", b"late")
+    assert store.health()["groups"] == store.health()["bytes"] == 0
+    store.put(b"next attempt", b"123")
+    assert store.get([b"next attempt"]) == [b"123"]
+    assert store.health()["bytes"] == 3
 
 
 # ---- LearnerRank -------------------------------------------------------------------------------
@@ -554,7 +654,7 @@ def test_old_weights_that_can_not_be_removed_do_not_undo_a_publication(
 def ray_learner(monkeypatch: pytest.MonkeyPatch, discard: Any = None, **answers: Any) -> RayLearner:
     monkeypatch.setattr(learner.worker, "ray", FakeRay(**answers))
     store = FakeRay(discard=discard).actor()
-    return RayLearner(validate(tree()), tree(), store, "none", {})
+    return RayLearner(validate(tree()), tree(), store, "none", [{}])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""An SGLang server in a process of its own: `python -m actors.sglang_server [--check]`.
+
+The arguments come as one JSON object on standard input, so that the token is on no command line:
+`{"args": {…}, "parent": pid}`, the fields of SGLang's ServerArgs and the process that wrote them.
+With `--check` the arguments are only checked.
+
+SGLang ends the process that starts it when one of its children fails. Here that is nobody but this
+process: the rollout worker lives on and can say what went wrong. This process and its children die
+with the worker.
+
+Exit codes: 0 done or accepted, 2 SGLang refuses the arguments (the reason is the last line of
+standard error), anything else is a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from dapo_async.rewards.child import die_with_parent
+
+REFUSED = 2
+STAND_IN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2**20,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+"""A dense model of ordinary shape."""
+
+
+def main() -> int:
+    die_with_parent()
+    job: dict[str, Any] = json.load(sys.stdin)
+    if os.getppid() != job["parent"]:
+        return 1  # it died before this process could ask to die with it
+    args: dict[str, Any] = job["args"]
+    checking = "--check" in sys.argv[1:]
+    found = problems(args, stand_in=checking)
+    if found:
+        print("; ".join(found), file=sys.stderr, flush=True)
+        return REFUSED
+    if not checking:
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.server_args import ServerArgs
+
+        cast(Any, http_server).launch_server(ServerArgs(**args))
+    return 0
+
+
+def problems(args: dict[str, Any], stand_in: bool = False) -> list[str]:
+    """What SGLang has against these arguments; empty: nothing.
+
+    SGLang's constructor only finds unknown names. Types and choices stand in its type hints and
+    its command line, combinations in what a start would resolve.
+
+    Args:
+        stand_in: where the model isn't on this machine, ask about one of ordinary shape.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from sglang.srt.server_args import ServerArgs
+
+    hints = get_type_hints(ServerArgs, include_extras=True)
+    options = _Options()
+    ServerArgs.add_cli_args(options)
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    found: list[str] = []
+    for name, value in args.items():
+        if name not in hints or name.startswith("_"):
+            close = difflib.get_close_matches(name, sorted(hints), 1)
+            hint = f", did you mean `{close[0]}`?" if close else ""
+            found.append(f"`{name}` is no argument of SGLang{hint}")
+            continue
+        try:
+            TypeAdapter(hints[name], config=strict).validate_python(value)
+        except ValidationError as error:
+            found.append(f"`{name}: {value!r}`: {error.errors()[0]['msg']}")
+            continue
+        option = options.by_field.get(name)
+        choices = None if option is None or value is None else option.choices
+        for one in cast(list[Any], value) if isinstance(value, list) else [value]:
+            if choices is not None and one not in choices:
+                found.append(f"`{name}: {one!r}` must be one of {', '.join(map(str, choices))}")
+    return found or _resolved(args, stand_in)
+
+
+class _Options(argparse.ArgumentParser):
+    """Collects SGLang's command-line options by the field they set."""
+
+    def __init__(self) -> None:
+        self.by_field: dict[str, argparse.Action] = {}
+        super().__init__(add_help=False)
+
+    def add_argument(self, *names: Any, **settings: Any) -> Any:
+        action = super().add_argument(*names, **settings)
+        self.by_field[action.dest] = action
+        return action
+
+
+def _resolved(args: dict[str, Any], stand_in: bool) -> list[str]:
+    """Let SGLang work out what a start with these arguments would do."""
+    from sglang.srt.server_args import ServerArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        if stand_in and not (Path(args["model_path"]) / "config.json").is_file():
+            (Path(folder) / "config.json").write_text(json.dumps(STAND_IN))
+            args = args | {"model_path": folder}
+        try:
+            record: Any = ServerArgs(**args)
+            record.resolve_once()
+            record.check_server_args()
+        except Exception as error:  # noqa: BLE001 - asserts, ValueError, TypeError …: SGLang's words
+            said = f"{type(error).__name__}: {error}".rstrip(": ")
+            if not str(error):  # an assertion without a text: quote it
+                said += f": {traceback.extract_tb(error.__traceback__)[-1].line}"
+            return [said.replace("\n", " ")]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

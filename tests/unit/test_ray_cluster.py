@@ -1,0 +1,79 @@
+"""What a run asks of a cluster, and how it is refused. Real clusters: tests/system/test_cluster."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from actors.cluster import JoinedRay, bundles, check_demand
+from dapo_async.config import Config, validate
+from dapo_async.errors import ConfigError
+
+
+def config(**sections: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"name": "x"},
+        "model": {"path": "none"},
+        "data": {"train": "none", "max_prompt_tokens": 8},
+        "reward": {"function": "none"},
+        "trainer": {"steps": 1},
+    }
+    return validate(tree | sections)
+
+
+SGLANG = {"engine": "sglang", "device": "cuda", "tensor_parallel_size": 2, "workers": 3}
+
+
+def test_every_worker_reserves_the_gpus_of_its_engine() -> None:
+    _, workers = bundles(config(rollout=SGLANG | {"cpus_per_worker": 4}))
+    assert workers == [{"CPU": 4, "GPU": 2}] * 3
+
+
+def test_every_rank_on_gpus_reserves_one() -> None:
+    asked = config(learner={"ranks": 2, "device": "cuda"}, rollout=SGLANG)
+    assert bundles(asked)[0] == [{"CPU": 1, "GPU": 1}] * 2
+    with pytest.raises(ConfigError, match=r"8 GPUs: .*workers: 3.* \+ `learner.ranks: 2`; .* 7\."):
+        check_demand(asked, 8, 7)
+
+
+def test_workers_of_servers_that_run_already_and_of_embedded_engines_reserve_no_gpu() -> None:
+    urls = {"engine_urls": ["http://a:1", "http://b:1"], "engine": "sglang", "device": "cuda"}
+    for rollout in (urls, {"engine": "torch", "workers": 2}):
+        ranks, workers = bundles(config(rollout=rollout, learner={"ranks": 2}))
+        assert workers == ranks == [{"CPU": 1}] * 2
+
+
+def test_an_actor_that_asks_for_nothing_can_still_be_placed() -> None:
+    ranks, workers = bundles(config(rollout={"cpus_per_worker": 0}, learner={"cpus_per_rank": 0}))
+    assert all(0 < bundle["CPU"] < 0.01 for bundle in [*ranks, *workers])
+
+
+def test_a_demand_over_what_there_is_names_both() -> None:
+    asked = config(rollout=SGLANG)
+    check_demand(asked, 4, 6)
+    check_demand(asked, 4)
+    with pytest.raises(ConfigError, match=r"asks for 4 CPUs: .*ranks: 1.*; there are 3\."):
+        check_demand(asked, 3, 6)
+    with pytest.raises(ConfigError, match=r"asks for 6 GPUs: .*workers: 3.* × .*: 2.*are 5\."):
+        check_demand(asked, 4, 5)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head:6379", "[::1]:6379"])
+def test_addresses_of_clusters(address: str) -> None:
+    assert config(ray={"address": address}).ray.address == address
+
+
+@pytest.mark.parametrize("address", ["head", "ray://head:10001", ":6379", "a:b", "http://a:1", ""])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be local, auto or host:port"):
+        config(ray={"address": address})
+
+
+def test_a_cluster_that_nobody_answers_for_is_refused_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=f"`ray.address: {address}` can't be reached"):
+        JoinedRay(address)
