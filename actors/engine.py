@@ -33,6 +33,8 @@ class EngineHealth:
     """Tokens whose KV cache was recomputed after updates."""
     broken: str | None = None
     """Why the engine must not be used any more (a weight update failed half-way)."""
+    updating: bool = False
+    """An update holds generation, so that no progress is no sign of a hang."""
 
 
 class UpdateRefused(Exception):
@@ -74,6 +76,11 @@ def check_canary(manifest: WeightVersion, logprobs: NDArray[np.float32], toleran
 
 
 class Engine(Protocol):
+    @property
+    def software(self) -> str:
+        """What generates, with its version, once started: "sglang 0.5.23"."""
+        ...
+
     async def start(self) -> int:
         """Make the engine ready to serve; returns its proven version."""
         ...
@@ -105,8 +112,8 @@ class Engine(Protocol):
         """Load a published version while requests are in flight; returns the proven version.
 
         A version not newer than the current one changes nothing and returns the current one.
-        Where the manifest has a canary, no token is sampled with the new weights before the
-        engine has given the learner's log-probs of it.
+        Where the manifest has a canary, no token sampled with the new weights is handed out before
+        the engine has given the learner's log-probs of it.
 
         Raises:
             UpdateRefused: missing, extra or misshapen tensor, wrong dtype, non-finite or checksum

@@ -125,7 +125,7 @@ class RayWorker:
         answer = await self._call(self._live.evaluate.remote(frames, step))
         return _decoded(lambda frame: decode(frame, EvalOutcomes), answer)
 
-    async def health(self) -> dict[str, float]:
+    async def health(self) -> dict[str, float | str]:
         return await self._call(self._live.health.remote(), CALL_TIMEOUT_S)
 
     async def close(self) -> None:

@@ -138,6 +138,10 @@ class TorchEngine:
 
     # ---- the protocol, on the event loop -----------------------------------------------------
 
+    @property
+    def software(self) -> str:
+        return f"torch {torch.__version__}"
+
     async def start(self) -> int:
         """Start the engine thread; returns the version served (UNKNOWN_VERSION: none proven)."""
         if self._closed:

@@ -77,7 +77,7 @@ class StallClock:
     def stalled_s(self, health: EngineHealth, now: float) -> float:
         """Seconds since something moved, as far as calls of this method saw it; 0 when idle."""
         seen = (health.tokens_sampled, health.prompts_prefilled, health.reprefill_tokens)
-        if health.outstanding == 0 or seen != self._seen:
+        if health.outstanding == 0 or health.updating or seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since
 
@@ -403,10 +403,11 @@ class RolloutWorker:
 
     # ---- health --------------------------------------------------------------------------------
 
-    async def health(self) -> dict[str, float]:
+    async def health(self) -> dict[str, float | str]:
         """Progress and costs of this worker so far."""
         health = self._engine.health()
         return {
+            "engine": self._engine.software,
             "pid": float(os.getpid()),
             "cpu_s": _cpu_s(),
             "version": float(health.version),

@@ -27,7 +27,7 @@ from dapo_async.pipeline import Pipeline
 from dapo_async.prompts import PromptSource
 from dapo_async.run_folder import RunFolder
 from dapo_async.signals import SignalGuard
-from dapo_async.summary import costs, summarise
+from dapo_async.summary import asked_of_processes, summarise
 from dapo_async.types import EvalReport, GroupMeta, SampleText
 
 log = logging.getLogger("dapo_async")
@@ -278,11 +278,10 @@ async def _save(parts: Parts, done: bool) -> int:
 
 
 async def _write_summary(parts: Parts, reason: str, version: int | None) -> dict[str, Any]:
-    cpu_s, payload_bytes = await costs(parts.learner, parts.workers, parts.ray)
-    cpu_s["data"] = parts.inputs.cpu_s
+    asked = await asked_of_processes(parts.learner, parts.workers, parts.ray)
+    asked["cpu_s"]["data"] = parts.inputs.cpu_s
     wall_s = time.monotonic() - parts.started
-    summary = summarise(parts.config, parts.pipeline, reason, wall_s, cpu_s)
-    summary["payload_bytes"] = payload_bytes
+    summary = summarise(parts.config, parts.pipeline, reason, wall_s, asked)
     summary["checkpoint_version"] = version
     try:
         parts.folder.write_json("summary.json", summary)

@@ -11,6 +11,7 @@ import pytest
 
 import actors.sglang_engine
 import actors.sglang_http
+import actors.sglang_sampling
 from actors.sglang_engine import SGLangEngine
 from actors.sglang_http import ServerClient
 from dapo_async.types import Canary, Completion, SamplingParams, WeightVersion
@@ -27,9 +28,9 @@ def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no test waits for long, and streams have many events."""
     monkeypatch.setattr(actors.sglang_http, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(actors.sglang_http, "LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(actors.sglang_engine, "STREAM_INTERVAL", 4)
-    monkeypatch.setattr(actors.sglang_engine, "CUMULATIVE_INTERVAL", 4)
-    monkeypatch.setattr(actors.sglang_engine, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(actors.sglang_sampling, "STREAM_INTERVAL", 4)
+    monkeypatch.setattr(actors.sglang_sampling, "CUMULATIVE_INTERVAL", 4)
+    monkeypatch.setattr(actors.sglang_sampling, "LAST_WORDS_S", 0.5)
     monkeypatch.setattr(actors.sglang_engine, "LAST_STEP_S", 0.06)
 
 

@@ -144,7 +144,7 @@ def against_sglang(args: argparse.Namespace) -> None:
             engine_sglang.borrow_model(folders[args.folder.name], args.folder)
         for name in args.models if args.folder is None else ():
             folders[name] = Path(scratch, name)
-            context = args.prompt + args.response
+            context = args.prompt + 3 * args.response // 2
             engine_sglang.make_model(folders[name], SHAPES[name], context)
         for name, folder in folders.items():
             print(f"{name}: prompts of {args.prompt}, responses of {args.response} tokens")

@@ -6,9 +6,10 @@ Both have a server of the same arguments, started once and idle (asleep) while t
     direct    sglang.Engine.async_generate in a child of this script, for SGLang ends whoever
               starts it when it fails
 
-In every round both get the same prompts, new ones in every round, all at once; which goes first
-alternates. The models never end a response, so both sample the same number of tokens. CPU seconds
-are those of all processes of a side.
+In every round both get the same prompts, new ones in every round; which goes first alternates. They
+come all at once, with responses of one length, or one as soon as another is done, with lengths from
+a half to one and a half of it. The models never end a response, so both sample the same number of
+tokens. CPU seconds are those of all processes of a side.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,53 @@ from actors.engines import make_engine
 from actors.sglang_engine import SGLangEngine
 from actors.sglang_process import server_arguments, server_environment
 from dapo_async.config import Config, validate
-from dapo_async.types import SamplingParams
+from dapo_async.types import Completion, SamplingParams
 
 START_S = 600.0
-CASES = {"64 prompts × 1": (64, 1), "4 prompts × 16": (4, 16)}
-"""Prompts × samples of each; 64 samples run at once."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked in one round; at most 64 samples run at once."""
+
+    prompts: int
+    n: int
+    """Samples of each prompt."""
+    at_once: int
+    """Prompts under way."""
+
+    def __str__(self) -> str:
+        flow = "all at once" if self.at_once == self.prompts else f"{self.at_once} under way"
+        return f"{self.prompts} prompts × {self.n}, {flow}"
+
+
+CASES = (Case(64, 1, 64), Case(4, 16, 4), Case(192, 1, 64), Case(12, 16, 4))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts of one round."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    """Tokens of each prompt's responses."""
+    n: int
+    at_once: int
+
+    @classmethod
+    def draw(
+        cls, case: Case, rng: np.random.Generator, vocabulary: int, prompt: int, response: int
+    ) -> Work:
+        prompts = rng.integers(3, vocabulary, (case.prompts, prompt)).tolist()
+        if case.at_once == case.prompts:
+            lengths = [response] * case.prompts
+        else:
+            lengths = rng.integers(response // 2, 3 * response // 2 + 1, case.prompts).tolist()
+        return cls(prompts, lengths, case.n, case.at_once)
+
+    @property
+    def tokens(self) -> int:
+        return self.n * sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -72,13 +115,18 @@ class Ours:
         (server,) = set(psutil.Process().children()) - children
         self._server = server
 
-    async def round(self, prompts: Sequence[list[int]], n: int, tokens: int) -> Round:
-        sampling = SamplingParams(max_response_tokens=tokens)
+    async def round(self, work: Work) -> Round:
+        turn = asyncio.Semaphore(work.at_once)
+
+        async def generate(number: int, prompt: list[int], tokens: int) -> Sequence[Completion]:
+            async with turn:
+                sampling = SamplingParams(max_response_tokens=tokens)
+                return await self._engine.generate(str(number), prompt, work.n, sampling)
+
         cpu = cpu_seconds(self._server) + time.process_time()
         start = time.perf_counter()
-        groups = await asyncio.gather(
-            *(self._engine.generate(str(i), p, n, sampling) for i, p in enumerate(prompts))
-        )
+        numbered = zip(range(len(work.prompts)), work.prompts, work.lengths, strict=True)
+        groups = await asyncio.gather(*(generate(*each) for each in numbered))
         seconds = time.perf_counter() - start
         cpu = cpu_seconds(self._server) + time.process_time() - cpu
         return Round(sum(len(c.token_ids_T) for group in groups for c in group), seconds, cpu)
@@ -105,9 +153,9 @@ class Direct:
         await self._ask(self._args)
         self._process = psutil.Process(self._child.pid)
 
-    async def round(self, prompts: Sequence[list[int]], n: int, tokens: int) -> Round:
+    async def round(self, work: Work) -> Round:
         cpu = cpu_seconds(self._process)
-        answer = await self._ask({"prompts": list(prompts), "n": n, "tokens": tokens})
+        answer = await self._ask(asdict(work))
         return Round(answer["tokens"], answer["seconds"], cpu_seconds(self._process) - cpu)
 
     async def _ask(self, question: dict[str, Any]) -> Any:
@@ -141,30 +189,33 @@ def direct_child() -> None:
 
     engine = sglang.Engine(**json.loads(sys.stdin.readline()))
 
-    async def work(question: dict[str, Any]) -> dict[str, Any]:
-        sampling = {
-            "n": question["n"], "max_new_tokens": question["tokens"], "temperature": 1.0,
-            "top_p": 1.0, "top_k": -1,
-        }  # fmt: skip
-        start = time.perf_counter()
-        answers = await asyncio.gather(
-            *(
-                engine.async_generate(
+    async def round_of(work: Work) -> dict[str, Any]:
+        turn = asyncio.Semaphore(work.at_once)
+
+        async def generate(prompt: list[int], tokens: int) -> list[Any]:
+            sampling = {
+                "n": work.n, "max_new_tokens": tokens, "temperature": 1.0, "top_p": 1.0,
+                "top_k": -1,
+            }  # fmt: skip
+            async with turn:
+                answer: Any = await engine.async_generate(
                     input_ids=prompt, sampling_params=sampling, return_logprob=True
                 )
-                for prompt in question["prompts"]
-            )
-        )
+            return answer if isinstance(answer, list) else [answer]
+
+        start = time.perf_counter()
+        pairs = zip(work.prompts, work.lengths, strict=True)
+        groups = await asyncio.gather(*(generate(*pair) for pair in pairs))
         seconds = time.perf_counter() - start
-        samples = [s for a in answers for s in (a if isinstance(a, list) else [a])]
-        assert len(samples) == question["n"] * len(question["prompts"])
-        count = sum(len(sample["meta_info"]["output_token_logprobs"]) for sample in samples)
-        return {"tokens": count, "seconds": seconds}
+        samples = [sample["meta_info"] for group in groups for sample in group]
+        tokens = sum(len(meta["output_token_logprobs"]) for meta in samples)
+        return {"tokens": tokens, "seconds": seconds}
 
     print("{}", file=replies, flush=True)
     loop = asyncio.get_event_loop_policy().get_event_loop()
     for line in sys.stdin:
-        print(json.dumps(loop.run_until_complete(work(json.loads(line)))), file=replies, flush=True)
+        done = loop.run_until_complete(round_of(Work(**json.loads(line))))
+        print(json.dumps(done), file=replies, flush=True)
     engine.shutdown()
 
 
@@ -223,7 +274,7 @@ def config_for(model: Path, prompt: int, response: int) -> Config:
 
 async def compare(model: Path, rounds: int, prompt: int, response: int) -> None:
     """Run all rounds of all cases and print what came out."""
-    config = config_for(model, prompt, response)
+    config = config_for(model, prompt, 3 * response // 2)
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     sides: tuple[Ours, Direct] = (Ours(config), Direct(config))
     started: list[Ours | Direct] = []
@@ -232,13 +283,13 @@ async def compare(model: Path, rounds: int, prompt: int, response: int) -> None:
         for side in sides:
             started.append(side)
             await side.start()
-        for case, (count, n) in CASES.items():
+        for case in CASES:
             found: dict[type, list[Round]] = {Ours: [], Direct: []}
             for number in range(-1, rounds):  # the first one warms up
-                prompts = rng.integers(3, vocabulary, (count, prompt)).tolist()
+                work = Work.draw(case, rng, vocabulary, prompt, response)
                 for side in sides if number % 2 else sides[::-1]:
-                    done = await side.round(prompts, n, response)
-                    assert done.tokens == count * n * response, done
+                    done = await side.round(work)
+                    assert done.tokens == work.tokens, done
                     if number >= 0:
                         found[type(side)].append(done)
             report(case, found[Ours], found[Direct])
@@ -247,7 +298,7 @@ async def compare(model: Path, rounds: int, prompt: int, response: int) -> None:
             await side.close()
 
 
-def report(case: str, ours: list[Round], direct: list[Round]) -> None:
+def report(case: Case, ours: list[Round], direct: list[Round]) -> None:
     print(f"  {case}, {ours[0].tokens:,} tokens a round")
     for name, rounds in (("ours", ours), ("direct", direct)):
         rates = [each.rate for each in rounds]

@@ -110,7 +110,7 @@ def spread_run(nodes: Nodes, tiny: Path, name: str, folder: Path, **sections: An
 
 
 def until(what: str, command: Command, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not is_so():
         if command.process.poll() is not None:
             command.wait()
@@ -119,16 +119,15 @@ def until(what: str, command: Command, is_so: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("engine", ["torch"])
 def test_a_run_survives_the_loss_of_a_node_and_a_new_node_catches_up_through_its_own_relay(
-    engine: str, nodes: Nodes, tiny: Path, tmp_path: Path
+    nodes: Nodes, tiny: Path, tmp_path: Path
 ) -> None:
     tree = spread_run(
         nodes,
         tiny,
         "run",
         tmp_path,
-        rollout={"engine": engine, "workers": 2, "cpus_per_worker": 1},
+        rollout={"engine": "sglang", "workers": 2, "cpus_per_worker": 1},
         reward={"function": "tests.system.coin:even_sum_slowly"},
         replay={"max_staleness": 2},
         trainer={"steps": STEPS, "groups_per_step": 4},

@@ -13,10 +13,14 @@ import pytest
 
 from dapo_async.metrics import read_jsonl
 from tests.system.conftest import tiny_run
-from tests.system.test_commands import Command, running, write
+from tests.system.test_cluster import until
+from tests.system.test_commands import Command, write
 
 pytestmark = pytest.mark.system
-RUN_S = 400.0
+RUN_S = 300.0
+STEPS = 60
+NEAR = 3
+"""A worker that is kept up to date is at most so many versions behind at the end of a run."""
 
 
 def sglang_run(tiny: Path, name: str, folder: Path, **sections: Any) -> dict[str, Any]:
@@ -31,38 +35,59 @@ def servers(command: Command) -> list[psutil.Process]:
     return [p for p in command.alive() if "actors.sglang_server" in " ".join(p.cmdline())]
 
 
-def check_ledger(summary: dict[str, Any], steps: int, groups: int) -> None:
-    ledger = summary["ledger"]
-    ended = ledger["trained"] + sum(ledger["filtered"].values()) + sum(ledger["dropped"].values())
-    assert ledger["live"] == 0 and ledger["drawn"] == ended
-    assert ledger["trained"] == steps * groups
-    assert summary["staleness"]["max"] <= summary["max_staleness"]
+def listening(process: psutil.Process) -> bool:
+    try:
+        return any(c.status == psutil.CONN_LISTEN for c in process.net_connections("inet"))
+    except psutil.Error:
+        return False
 
 
 def test_two_servers_train_together_and_the_loss_of_one_loses_no_group(
     tiny: Path, tmp_path: Path
 ) -> None:
-    steps = 60
-    tree = sglang_run(tiny, "two", tmp_path, trainer={"steps": steps})
-    command = Command("train", write(tmp_path / "run.yaml", tree))
-    running(tmp_path / "two", lambda rows: len(rows) >= 3, command)
+    go = tmp_path / "go"
+    tree = sglang_run(
+        tiny,
+        "two",
+        tmp_path,
+        reward={"function": "tests.system.coin:even_sum_slowly"},
+        learner={"lr": 1e-6},  # it learns nothing: groups stay mixed
+        trainer={"steps": STEPS},
+    )
+    command = Command("train", write(tmp_path / "run.yaml", tree), DAPO_TEST_GO=str(go))
+    path = tmp_path / "two" / "metrics.jsonl"
+
+    def steps() -> int:
+        return len(read_jsonl(path)) if path.exists() else 0
+
+    until("three steps on two servers", command, lambda: steps() >= 3 and len(servers(command)) > 1)
     assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, (
         "reachable from other machines"
     )
     first, second = servers(command)
     os.kill(first.pid, signal.SIGKILL)
+    known = {first.pid, second.pid}
+
+    def replaced() -> bool:
+        return any(listening(p) for p in servers(command) if p.pid not in known)
+
+    until("a new server", command, replaced)
+    before = steps()
+    until("going on", command, lambda: steps() >= before + 3)
+    go.touch()
     assert command.wait(RUN_S) == 0, command.output
     assert command.leftovers() == []
 
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
-    assert summary["exit_reason"] == "done" and summary["steps"] == steps
+    assert summary["exit_reason"] == "done" and summary["steps"] == STEPS
     assert summary["engine"] == "sglang" and summary["engine_version"].startswith("sglang 0.")
-    check_ledger(summary, steps, groups=4)
-    assert summary["ledger"]["dropped"] == {}, "a lost group was not issued again"
-    assert [worker["restarts"] for worker in summary["workers"]] in ([1, 0], [0, 1])
+    ledger = summary["ledger"]
+    ended = ledger["trained"] + sum(ledger["filtered"].values()) + sum(ledger["dropped"].values())
+    assert ledger["live"] == 0 and ledger["drawn"] == ended and ledger["trained"] == 4 * STEPS
+    assert ledger["reissued"] >= 1, "the lost server had groups in flight"
+    assert ledger["dropped"] == {}, "no group is lost with its server"
+    assert summary["staleness"]["max"] <= 2
+    assert sorted(worker["restarts"] for worker in summary["workers"]) == [0, 1]
     assert "killed by signal 9" in command.output
-    # The replacement joined: it proved a version, the newest at the end.
-    assert [worker["version"] for worker in summary["workers"]] == [steps, steps]
-    rows = read_jsonl(tmp_path / "two" / "metrics.jsonl")
-    assert max(row.get("staleness/max", 0) for row in rows) <= 2
-    assert second.pid not in [p.pid for p in psutil.process_iter()]
+    # Both have been updated to the end, the replacement too.
+    assert all(worker["version"] >= STEPS - NEAR for worker in summary["workers"])

@@ -429,6 +429,7 @@ def test_rates_of_a_run_without_a_step_are_over_the_time_it_took(
 ) -> None:
     pipeline = Pipeline(config(), None, [], None, None)  # type: ignore[arg-type]
     pipeline.stats.rollout_tokens = 1000
-    found = summary.summarise(config(), pipeline, "sigterm", 10.0, {})
+    asked = {"cpu_s": {}, "payload_bytes": 0.0, "engine_version": None}
+    found = summary.summarise(config(), pipeline, "sigterm", 10.0, asked)
     assert found["rollout_tokens_per_s"] == 100.0
     assert found["train_wall_s"] == 10.0
