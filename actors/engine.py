@@ -31,6 +31,8 @@ class EngineHealth:
     """Seconds that updates held generation."""
     reprefill_tokens: int
     """Tokens whose KV cache was recomputed after updates."""
+    reprefill_s: float = 0.0
+    """Seconds that this took (SGLang: until it answers with the canary, which waits behind it)."""
     broken: str | None = None
     """Why the engine must not be used any more (a weight update failed half-way)."""
     updating: bool = False

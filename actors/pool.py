@@ -15,7 +15,7 @@ from actors.weight_relay import RelayFailed, Relays
 from actors.worker import RolloutWorker
 from dapo_async.codec import MalformedFrame, decode, decode_any, encode
 from dapo_async.errors import ConfigError
-from dapo_async.fleet import WorkerLost
+from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import UpdateRefusedByWorker
 from dapo_async.types import (
     EvalOutcomes,
@@ -105,7 +105,7 @@ class RayWorker:
         except RelayFailed as error:
             log.info("%s: %s; tried again with the update", self.name, error)
 
-    async def update(self, manifest: WeightVersion) -> int:
+    async def update(self, manifest: WeightVersion) -> Updated:
         if self._relays is None:
             return await self._update(manifest)
         try:
@@ -114,11 +114,11 @@ class RayWorker:
         except RelayFailed as error:
             raise UpdateRefusedByWorker(str(error)) from error
 
-    async def _update(self, manifest: WeightVersion) -> int:
+    async def _update(self, manifest: WeightVersion) -> Updated:
         answer: dict[str, Any] = await self._call(self._live.update.remote(encode(manifest)))
         if "refused" in answer:
             raise UpdateRefusedByWorker(answer["refused"])
-        return _version(answer["version"])
+        return Updated(**answer | {"version": _version(answer["version"])})
 
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         frames = [encode(prompt) for prompt in prompts]
@@ -184,5 +184,9 @@ def _decoded(read: Callable[[bytes], T], frame: bytes) -> T:
 
 
 def _reason(error: RayError) -> str:
+    """What the exception within the actor says, else the last line of what Ray says."""
+    cause = getattr(error, "cause", None)
+    if cause is not None and str(cause).strip():
+        return str(cause).strip()
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -117,6 +117,7 @@ class SGLangEngine:
         self._closed = False
         self._reprefill_tokens = 0
         self._pause_s = 0.0
+        self._reprefill_s = 0.0
 
     # ---- start and end -----------------------------------------------------------------------
 
@@ -256,7 +257,9 @@ class SGLangEngine:
             try:
                 await self._load(self._path, manifest)
                 if manifest.canary is not None:
+                    started = time.monotonic()
                     found = await self._scored(manifest.canary.token_ids)
+                    self._reprefill_s += time.monotonic() - started
                     check_canary(manifest, found, self._canary_tolerance)
             except asyncio.CancelledError:
                 self._quarantine(f"loading version {manifest.version} was broken off")
@@ -343,6 +346,7 @@ class SGLangEngine:
             tokens_sampled=self._sampler.tokens_sampled,
             prompts_prefilled=self._sampler.prompts_prefilled,
             pause_s=self._pause_s,
+            reprefill_s=self._reprefill_s,
             reprefill_tokens=self._reprefill_tokens,
             broken=self._broken,
             updating=self._serving.proven.locked(),

@@ -80,6 +80,7 @@ class TorchCore:
         self.prompts_prefilled = 0
         self.reprefill_tokens = 0
         self.pause_s = 0.0
+        self.reprefill_s = 0.0
         self._weight_update: WeightUpdate = weight_update
         self._deterministic = model.fixed_shapes
         self._requests: dict[str, Request] = {}  # in order of arrival
@@ -372,9 +373,11 @@ class TorchCore:
         self.version = version
         for request in self._waiting.values():
             request.saved_prompt = None
+        loaded = time.perf_counter()
+        self.pause_s += loaded - start
         if self._weight_update == "retract":
             self._recompute()
-        self.pause_s += time.perf_counter() - start
+        self.reprefill_s += time.perf_counter() - loaded
 
     def _recompute(self) -> None:
         jobs: list[PrefillJob] = []

@@ -210,6 +210,7 @@ class TorchEngine:
             tokens_sampled=core.tokens_sampled,
             prompts_prefilled=core.prompts_prefilled,
             pause_s=core.pause_s,
+            reprefill_s=core.reprefill_s,
             reprefill_tokens=core.reprefill_tokens,
             broken=self._broken,
         )

@@ -322,16 +322,23 @@ class RolloutWorker:
     # ---- weights -------------------------------------------------------------------------------
 
     async def update(self, frame: bytes) -> dict[str, Any]:
-        """Load a published version. Returns {"version": n} or {"refused": why}.
+        """Load a published version. Returns the fields of an `Updated`, or {"refused": why}.
 
         Raises:
             EngineBroken: it failed half-way.
         """
+        before = self._engine.health()
         try:
             version = await self._engine.update_weights(decode(frame, WeightVersion))
         except UpdateRefused as error:
             return {"refused": str(error)}
-        return {"version": version}
+        after = self._engine.health()
+        return {
+            "version": version,
+            "pause_s": after.pause_s - before.pause_s,
+            "reprefill_s": after.reprefill_s - before.reprefill_s,
+            "reprefill_tokens": float(after.reprefill_tokens - before.reprefill_tokens),
+        }
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -415,6 +422,7 @@ class RolloutWorker:
             "tokens_sampled": float(health.tokens_sampled),
             "prompts_prefilled": float(health.prompts_prefilled),
             "pause_s": health.pause_s,
+            "reprefill_s": health.reprefill_s,
             "reprefill_tokens": float(health.reprefill_tokens),
             "payload_bytes": float(self._payload_bytes),
         }

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dapo_async.types import (
     DrawId,
@@ -27,6 +27,18 @@ from dapo_async.types import (
 
 class WorkerLost(Exception):
     """The worker died, doesn't answer or can't be trusted; its leases are issued again."""
+
+
+class Updated(NamedTuple):
+    """What an update has led to."""
+
+    version: int
+    """Proven by the engine."""
+    pause_s: float = 0.0
+    """Seconds that generation stood still."""
+    reprefill_s: float = 0.0
+    """Seconds that recomputing KV caches took after it."""
+    reprefill_tokens: float = 0.0
 
 
 class WorkerPort(Protocol):
@@ -56,8 +68,8 @@ class WorkerPort(Protocol):
         an update may come without it, or with another version."""
         ...
 
-    async def update(self, manifest: WeightVersion) -> int:
-        """Load a version; returns the version that the engine proves.
+    async def update(self, manifest: WeightVersion) -> Updated:
+        """Load a version.
         Raises UpdateRefusedByWorker when the manifest was refused untouched."""
         ...
 

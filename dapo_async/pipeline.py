@@ -439,7 +439,7 @@ class Pipeline:
                 target = self._target_version()
                 worker.updating = True
                 try:
-                    version = await within(
+                    updated = await within(
                         self.config.weights.update_timeout_s,
                         worker.port.update(self.broadcast.manifest(target)),
                         WorkerLost,
@@ -447,15 +447,16 @@ class Pipeline:
                     )
                 except UpdateRefusedByWorker as refused:
                     log.error("%s refused version %d: %s", worker.name, target, refused)
-                    version = None
+                    updated = None
                 finally:
                     worker.updating = False
-            if version is None:
+            if updated is None:
                 await self._newer_target(target, UPDATE_RETRY_S)
                 continue
-            if version < target:
-                raise WorkerLost(f"updated to {target} but proves only version {version}")
-            await self._proven(worker, version)
+            if updated.version < target:
+                raise WorkerLost(f"updated to {target} but proves only version {updated.version}")
+            self.stats.updated(updated)
+            await self._proven(worker, updated.version)
 
     async def _prepare(self, worker: Worker) -> None:
         """Bring the weights near before the worker's turn: nobody pauses for their way."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dapo_async import evaluation
-from dapo_async.fleet import Fleet
+from dapo_async.fleet import Fleet, Updated
 from dapo_async.metrics import group_metrics
 from dapo_async.replay import ReplayQueue
 from dapo_async.types import Batch, EvalOutcomes, EvalReport, GroupMeta, StepReport
@@ -33,6 +33,7 @@ class StepStats:
         self._idle_in_step = self._publish_in_step = self._relay_in_step = 0.0
         self._busy_since = self._busy_in_step = 0.0
         self._fleet_idle_before = 0.0
+        self._updates: list[Updated] = []
         self._judged: list[GroupMeta] = []
         self._kept = 0
         self._reissued_before = 0
@@ -66,6 +67,10 @@ class StepStats:
         """The learner was held by publishing for so long (it counts as idle)."""
         self._publish_in_step += seconds
 
+    def updated(self, updated: Updated) -> None:
+        """A worker has loaded a version."""
+        self._updates.append(updated)
+
     def relayed(self, seconds: float) -> None:
         """A version took so long to come near to a worker."""
         self._relay_in_step = max(self._relay_in_step, seconds)
@@ -86,6 +91,7 @@ class StepStats:
         metrics |= group_metrics(self._judged).result()
         metrics |= self._filter_metrics(queue)
         metrics |= _staleness_metrics(report)
+        metrics |= _update_metrics(self._updates)
         generated = sum(sum(meta.response_tokens_G) for meta in self._judged)
         ledger = queue.ledger
         metrics |= {
@@ -118,6 +124,7 @@ class StepStats:
         self.last_step_s = step_s
         self._idle_in_step = self._publish_in_step = self._busy_in_step = 0.0
         self._relay_in_step = 0.0
+        self._updates = []
         self._fleet_idle_before = idle_now
         self._judged = []
         self._kept = 0
@@ -138,6 +145,17 @@ class StepStats:
             "filter/kept": self._kept,
             "filter/kept_share": self._kept / max(1, len(self._judged)),
         }
+
+
+def _update_metrics(updates: Sequence[Updated]) -> dict[str, float]:
+    if not updates:
+        return {}
+    return {
+        "weights/updates": len(updates),
+        "weights/pause_s": sum(update.pause_s for update in updates) / len(updates),
+        "weights/reprefill_s": sum(update.reprefill_s for update in updates) / len(updates),
+        "weights/reprefill_tokens": sum(update.reprefill_tokens for update in updates),
+    }
 
 
 def _staleness_metrics(report: StepReport) -> dict[str, float]:

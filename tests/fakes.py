@@ -16,7 +16,7 @@ from typing import Any
 from dapo_async.broadcast import PublishFailed
 from dapo_async.config import Config, validate
 from dapo_async.errors import GateError
-from dapo_async.fleet import WorkerLost
+from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import Pipeline
 from dapo_async.replay import ReplayQueue, gate
 from dapo_async.types import (
@@ -216,7 +216,7 @@ class FakeWorker:
         await asyncio.sleep(self.random.uniform(0.0, 0.5))
         self._check_alive()
 
-    async def update(self, manifest: WeightVersion) -> int:
+    async def update(self, manifest: WeightVersion) -> Updated:
         self._check_alive()
         if self.evaluating:
             raise Breach("updated while evaluating")
@@ -227,7 +227,7 @@ class FakeWorker:
         if manifest.version < self.version:
             raise Breach("version went back")
         self.version = manifest.version
-        return self.version
+        return Updated(self.version)
 
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         self._check_alive()

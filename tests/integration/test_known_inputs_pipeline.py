@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from dapo_async.errors import ConfigError, StarvedError
-from dapo_async.fleet import WorkerLost
+from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import Pipeline
 from dapo_async.prompts import PromptSource
 from dapo_async.studies.virtual_time import run
@@ -462,10 +462,10 @@ def test_a_worker_that_proves_an_older_version_than_it_was_given_is_restarted(et
         port = ports(pipeline)[0]
         original = port.update
 
-        async def update(manifest: WeightVersion) -> int:
+        async def update(manifest: WeightVersion) -> Updated:
             if port.starts == 1:
                 await asyncio.sleep(0.1)
-                return port.version
+                return Updated(port.version or 0)
             return await original(manifest)
 
         port.update = update  # type: ignore[method-assign]
@@ -484,10 +484,10 @@ def test_a_worker_that_claims_a_version_but_serves_an_older_one_is_restarted(eta
         port = ports(pipeline)[0]
         original = port.update
 
-        async def update(manifest: WeightVersion) -> int:
+        async def update(manifest: WeightVersion) -> Updated:
             if port.starts == 1:
                 await asyncio.sleep(0.1)
-                return manifest.version
+                return Updated(manifest.version)
             return await original(manifest)
 
         port.update = update  # type: ignore[method-assign]

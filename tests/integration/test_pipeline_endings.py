@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dapo_async.errors import DivergedError, RunError, StalledError
-from dapo_async.fleet import WorkerLost
+from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import Pipeline, UpdateRefusedByWorker, first_cause
 from dapo_async.studies.virtual_time import run
 from dapo_async.types import (
@@ -267,7 +267,7 @@ def refuse(pipeline: Pipeline, version: int, times: int, offers: Offers) -> None
     worker = port(pipeline)
     original = worker.update
 
-    async def update(manifest: WeightVersion) -> int:
+    async def update(manifest: WeightVersion) -> Updated:
         offers.append((manifest.version, asyncio.get_running_loop().time()))
         tries = sum(offered == version for offered, _ in offers)
         if manifest.version == version and tries <= times:

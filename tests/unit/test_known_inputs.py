@@ -623,7 +623,7 @@ def test_a_worker_that_reports_no_whole_number_as_its_version_is_lost_not_used(
         monkeypatch.setattr(pool, "ray", ray)
         worker = pool.RayWorker("w0", {}, [], None, {})
         await worker.start()
-        return await worker.update(MANIFEST)
+        return (await worker.update(MANIFEST)).version
 
     assert asyncio.run(start(FakeRay(start=0))) == 0
     assert asyncio.run(update(FakeRay(update={"version": 1}))) == 1

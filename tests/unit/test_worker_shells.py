@@ -37,7 +37,7 @@ from dapo_async.errors import (
     RunError,
     WorkersLostError,
 )
-from dapo_async.fleet import WorkerLost
+from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import UpdateRefusedByWorker
 from dapo_async.types import (
     Batch,
@@ -469,7 +469,7 @@ def test_a_worker_loads_a_version_from_its_own_node(monkeypatch: pytest.MonkeyPa
         assert relays.opened == ["b"], "its relay is up before it is needed"
         await worker.prepare(MANIFEST)
         assert [name for name, *_ in ray.called] == ["start", "__ray_call__"]
-        assert await worker.update(MANIFEST) == 3 and relays.loading == 0
+        assert await worker.update(MANIFEST) == Updated(3) and relays.loading == 0
         name, frame = ray.called[-1]
         assert name == "update" and decode(frame, WeightVersion).location == "/b/v3"
 
