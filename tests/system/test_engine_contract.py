@@ -463,6 +463,55 @@ def test_the_same_prompt_after_an_update_gets_log_probs_of_the_new_weights(kind:
         )
 
 
+def test_with_keep_kv_running_requests_go_on_and_new_ones_see_nothing_old(kind: Kind) -> None:
+    manifest = kind.publish(weights(NEW), 1)
+
+    async def main() -> tuple[tuple[Completion, ...], tuple[Completion, ...]]:
+        async with serving(kind, weight_update="keep_kv") as engine:
+            pending = asyncio.create_task(engine.generate("a", PROMPT, 2, LONG))
+            await sampled(engine, 40)
+            assert await engine.update_weights(manifest) == 1
+            assert engine.health().reprefill_tokens == 0
+            new = await engine.generate("b", PROMPT, 3, SamplingParams(max_response_tokens=20))
+            await sampled(engine, 40)
+            await engine.abort("a")
+            return await pending, new
+
+    running, new = run(main)
+    for completion in running:
+        change = int((completion.versions_T == 0).sum())
+        assert 0 < change < len(completion.token_ids_T)
+        assert set(completion.versions_T[change:].tolist()) == {1}
+        np.testing.assert_allclose(
+            completion.logprobs_T[:change], reference_logprobs(OLD, completion)[:change], atol=1e-4
+        )
+        # The new weights see keys of the old ones: neither's log-probs, and that is what it means.
+        after = completion.logprobs_T[change + 1 :]
+        assert np.abs(after - reference_logprobs(NEW, completion)[change + 1 :]).max() > 1e-2
+    for completion in new:
+        assert set(completion.versions_T.tolist()) == {1}
+        expected = reference_logprobs(NEW, completion)
+        np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+
+
+def test_with_abort_resume_a_request_goes_on_with_the_new_weights(kind: Kind) -> None:
+    if not isinstance(kind, SGLangKind):
+        pytest.skip("for servers that can't retract")
+    manifest = kind.publish(weights(NEW), 1)
+
+    async def main() -> tuple[Completion, ...]:
+        async with serving(kind, weight_update="abort_resume") as engine:
+            sampling = dataclasses.replace(LONG, max_response_tokens=400)
+            pending = asyncio.create_task(engine.generate("a", PROMPT, 3, sampling))
+            await sampled(engine, 60)
+            assert await engine.update_weights(manifest) == 1
+            return await pending
+
+    for completion in run(main):
+        assert completion.finish_reason == "length" and len(completion.token_ids_T) == 400
+        assert 0 < check_across_update(completion, OLD, NEW) < 400
+
+
 def test_a_version_that_is_not_newer_changes_nothing(kind: Kind) -> None:
     older, newer = kind.publish(weights(OLD), 4), kind.publish(weights(NEW), 7)
 
