@@ -370,6 +370,11 @@ class SGLangEngine:
     def _gone(self, error: Exception) -> EngineBroken:
         """The server has failed too often."""
         reason = f"the SGLang server fails: {error}"
+        if self._server is not None:
+            try:
+                self._server.check()
+            except (ServerDied, ConfigError) as death:
+                reason = str(death)
         self._quarantine(reason)
         return EngineBroken(reason)
 

@@ -50,6 +50,7 @@ class Servers:
     async def of(self, model: PreTrainedModel) -> ServerProcess:
         """A server that can hold this model's weights. Not for a helper thread: the server dies
         with the thread that starts it."""
+        path = self.saved(model)  # first: saving adds to the config
         structure = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
         server = self._running.get(structure)
         if server is not None:
@@ -61,7 +62,7 @@ class Servers:
                 return server
         context = model.config.max_position_embeddings + CONTEXT_MARGIN
         args = CPU_ARGS | {
-            "model_path": str(self.saved(model)),
+            "model_path": str(path),
             "device": "cpu",
             "dtype": "float32",
             "tp_size": 1,

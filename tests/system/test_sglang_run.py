@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,22 @@ def test_two_servers_train_together_and_the_loss_of_one_loses_no_group(
     def steps() -> int:
         return len(read_jsonl(path)) if path.exists() else 0
 
-    until("three steps on two servers", command, lambda: steps() >= 3 and len(servers(command)) > 1)
+    def ready() -> list[psutil.Process]:
+        return [server for server in servers(command) if listening(server)]
+
+    until("two servers", command, lambda: len(ready()) == 2)
+    before = steps()
+    until("three steps on them", command, lambda: steps() >= before + 3)
     assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, (
         "reachable from other machines"
     )
-    first, second = servers(command)
+    first, second = ready()
+    os.kill(first.pid, signal.SIGSTOP)  # so that it has groups in flight when it dies
+    time.sleep(2)
     os.kill(first.pid, signal.SIGKILL)
     known = {first.pid, second.pid}
 
-    def replaced() -> bool:
-        return any(listening(p) for p in servers(command) if p.pid not in known)
-
-    until("a new server", command, replaced)
+    until("a new server", command, lambda: any(p.pid not in known for p in ready()))
     before = steps()
     until("going on", command, lambda: steps() >= before + 3)
     go.touch()
@@ -88,6 +93,7 @@ def test_two_servers_train_together_and_the_loss_of_one_loses_no_group(
     assert ledger["dropped"] == {}, "no group is lost with its server"
     assert summary["staleness"]["max"] <= 2
     assert sorted(worker["restarts"] for worker in summary["workers"]) == [0, 1]
-    assert "killed by signal 9" in " ".join(command.output.split())
+    said = " ".join(command.output.split())
+    assert "killed by signal 9" in said, said
     # Both have been updated to the end, the replacement too.
     assert all(worker["version"] >= STEPS - NEAR for worker in summary["workers"])
