@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -52,6 +52,8 @@ LOCATION = "learner"
 """What the manifests of these versions say of their place."""
 _DEVICE_KEY: dict[Backend, str] = {"gloo": "cpu", "nccl": "cuda"}
 """The device under which torch files the first backend of a group: part of the meeting point."""
+END_S = 1.0
+"""Longest wait for the end of the groups when the sender is closed."""
 _POLL_S = 0.002
 _LOOK_S = 0.05
 _CHECK_ELEMENTS = 1 << 20
@@ -120,6 +122,8 @@ class WeightSender:
         self._taken = -1
         self._newest: Snapshot | None = None
         self._links: dict[str, Link] = {}
+        self._ending: set[Future[None]] = set()
+        """Groups that threads are freeing: a process that ends meanwhile would crash in gloo."""
 
     # ---- publishing --------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class WeightSender:
                 if ranks == 0:
                     raise LinkBroken(f"there is no group {group}")
                 if link is not None:
-                    link.close()
+                    self._end(link)
                 link = Link(group, ranks, self._address, self._join, self._timeout_s)
                 self._links[worker] = link
             link.held = newest
@@ -221,15 +225,23 @@ class WeightSender:
             for worker, link in list(self._links.items()):
                 if link.group == group:
                     del self._links[worker]
-                    link.close()
+                    self._end(link)
 
     def close(self) -> None:
         """End every group and finish the publication under way."""
         with self._lock:
             for link in self._links.values():
-                link.close()
+                self._end(link)
             self._links.clear()
+            ending = list(self._ending)
         self._thread.shutdown(wait=True)
+        wait(ending, END_S)
+
+    def _end(self, link: Link) -> None:
+        ending = link.close()
+        if ending is not None:
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     def _link_of(self, group: str) -> Link:
         for link in self._links.values():
@@ -331,13 +343,14 @@ class Link:
                 raise LinkBroken(f"{self.group}: not through within {self._timeout_s:g} s")
         work.wait()
 
-    def close(self) -> None:
+    def close(self) -> Future[None] | None:
         """End it now. What is left behind is freed by a thread, since gloo's end waits for what
-        its peer hasn't taken yet."""
+        its peer hasn't taken yet; it is done when that is."""
         joined, self._joined, self.held = self._joined, None, None
         self._gone.set()
-        if joined is not None:
-            in_thread(lambda: _end(joined), f"end {self.group}")
+        if joined is None:
+            return None
+        return in_thread(lambda: _free(joined), f"end {self.group}")
 
 
 class Gloo:
@@ -408,7 +421,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def _end(joined: Future[Backing]) -> None:
+def _free(joined: Future[Backing]) -> None:
     with contextlib.suppress(RuntimeError, OSError, LinkBroken):
         joined.result().end()
 
