@@ -23,8 +23,6 @@ from tests.system.conftest import tiny_run
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
-QUICK_S = 10.0
-"""A bad input is refused within this time."""
 
 
 class Command:
@@ -32,7 +30,6 @@ class Command:
 
     def __init__(self, *args: str, cwd: Path = ROOT, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
-        self.started = time.monotonic()
         environment = dict(os.environ, DAPO_TEST_MARK=self.mark, PYTHONPATH=str(ROOT))
         environment |= variables
         self.process = subprocess.Popen(
@@ -48,7 +45,6 @@ class Command:
 
     def wait(self, timeout: float = 180.0) -> int:
         self.output, _ = self.process.communicate(timeout=timeout)
-        self.seconds = time.monotonic() - self.started
         return self.process.returncode
 
     def listening(self) -> set[str]:
@@ -97,13 +93,13 @@ def refused(tree: dict[str, Any], tmp_path: Path, *overrides: str) -> Command:
 def test_a_wrong_key_is_refused_at_once(tiny: Path, tmp_path: Path) -> None:
     command = refused(tiny_run(tiny, "x", tmp_path), tmp_path, "learner.lerning_rate=1")
     assert "learner.lerning_rate" in command.output and "unknown key" in command.output
-    assert command.seconds < QUICK_S
+    assert not (tmp_path / "x").exists(), "something was started"
 
 
 def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
     command = Command("train", str(tmp_path / "nowhere.yaml"))
     assert command.wait(60) == 2
-    assert "nowhere.yaml" in command.output and command.seconds < QUICK_S
+    assert "nowhere.yaml" in command.output
 
 
 def test_missing_data_and_models_are_named(tiny: Path, tmp_path: Path) -> None:
@@ -117,7 +113,7 @@ def test_an_empty_data_set_is_refused_before_anything_starts(tiny: Path, tmp_pat
     empty.write_text("")
     command = refused(tiny_run(tiny, "x", tmp_path), tmp_path, f"data.train={empty}")
     assert "empty.jsonl" in command.output and "0 rows" in command.output
-    assert command.seconds < 2 * QUICK_S
+    assert not (tmp_path / "x").exists(), "something was started"
 
 
 def test_a_demand_that_no_machine_meets_says_what_is_asked_and_what_there_is(
@@ -126,7 +122,7 @@ def test_a_demand_that_no_machine_meets_says_what_is_asked_and_what_there_is(
     command = refused(tiny_run(tiny, "x", tmp_path), tmp_path, "rollout.workers=500")
     assert "rollout.workers: 500" in command.output and "CPUs" in command.output
     assert f"there are {os.cpu_count()}" in command.output
-    assert command.seconds < 2 * QUICK_S
+    assert not (tmp_path / "x").exists(), "something was started"
 
 
 def test_a_dry_run_prints_the_resolved_configuration(tiny: Path, tmp_path: Path) -> None:
