@@ -30,6 +30,7 @@ class Command:
 
     def __init__(self, *args: str, cwd: Path = ROOT, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
+        self.started = time.monotonic()
         environment = dict(os.environ, DAPO_TEST_MARK=self.mark, PYTHONPATH=str(ROOT))
         environment |= variables
         self.process = subprocess.Popen(
