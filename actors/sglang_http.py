@@ -77,8 +77,10 @@ class ServerClient:
             self._made = aiohttp.ClientSession(
                 self.url,
                 headers=self._headers,
-                # As many requests at once as there are: the server queues them itself.
-                connector=aiohttp.TCPConnector(limit=0),
+                # As many requests at once as there are: the server queues them itself. A connection
+                # each: a server closes idle ones, and a request that meets such an end looks like
+                # a failure, in the middle of an update too.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 read_bufsize=MAX_LINE_BYTES,
             )
         return self._made

@@ -381,3 +381,22 @@ def test_the_token_is_sent_and_never_told() -> None:
             assert "<token>" in str(error)
 
     run(main)
+
+
+def test_no_call_takes_a_connection_that_the_server_may_be_closing() -> None:
+    """An idle connection ends at a moment of the server's choosing, and a call that is on its way
+    then would look like a failure: in the middle of an update that costs the engine."""
+    connections: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connections.append(request.transport.get_extra_info("peername"))
+        return web.json_response({})
+
+    async def main() -> None:
+        async with answering(answer) as client:
+            for _ in range(3):
+                await client.post("/continue_generation", {}, 5.0)
+
+    run(main)
+    assert len(set(connections)) == 3
