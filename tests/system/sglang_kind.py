@@ -27,7 +27,7 @@ from actors.weight_loading import expected_of
 from dapo_async.types import WeightVersion
 from dapo_async.weights import WeightStore
 
-START_S = 120.0
+START_S = 300.0
 SLOTS = 16
 
 

@@ -142,7 +142,7 @@ def reference_logprobs(
 
 def run(main: Callable[[], Awaitable[T]]) -> T:
     async def with_deadline() -> T:
-        return await asyncio.wait_for(main(), 150)  # the first one starts a server
+        return await asyncio.wait_for(main(), 400)  # the first one starts a server
 
     return asyncio.run(with_deadline())
 
