@@ -380,7 +380,10 @@ def test_a_killed_owner_takes_its_server_along_and_the_next_one_clears_up(
     assert not _is_free(url)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    assert not gone(processes, 15)
+    left = gone(processes, 15)
+    for process in left:
+        process.kill()
+    assert not left
     assert _is_free(url)
     assert Path(folder).exists()  # nobody could remove it
     asyncio.run(ServerProcess(server_arguments(config(model))).close())
