@@ -47,6 +47,8 @@ LAST_STEP_S = 0.2
 """When all requests have been aborted, the scheduler may be at its last step still: it would refuse
 to flush its cache."""
 WATCH_S = 0.5
+DEATH_S = 1.0
+"""Longest time from the first broken connection of a dying server to its end."""
 CLOSE_S = 10.0
 """Longest wait for the end of running requests."""
 
@@ -223,7 +225,7 @@ class SGLangEngine:
         try:
             await self._sampler.fill(request)
         except (ServerFailure, WrongToken) as error:
-            raise self._gone(error) from error
+            raise await self._gone("the SGLang server fails", error) from error
 
     # ---- weights -----------------------------------------------------------------------------
 
@@ -248,9 +250,7 @@ class SGLangEngine:
             raise
         except Exception as error:
             # Its weights are the old ones, but it may be waiting for somebody who never comes.
-            reason = f"preparing version {manifest.version} failed: {error}"
-            self._quarantine(reason)
-            raise EngineBroken(reason) from error
+            raise await self._gone(f"preparing version {manifest.version} failed", error) from error
 
     async def _update(self, manifest: WeightVersion) -> None:
         async with self._serving.proven:
@@ -264,13 +264,13 @@ class SGLangEngine:
             except asyncio.CancelledError:
                 self._quarantine(f"loading version {manifest.version} was broken off")
                 raise
+            except EngineBroken as error:
+                self._quarantine(str(error))
+                raise
             except Exception as error:
                 # Whatever it is, nobody knows which weights the server has now.
-                reason = str(error)
-                if not isinstance(error, EngineBroken):
-                    reason = f"loading version {manifest.version} failed: {reason}"
-                self._quarantine(reason)
-                raise EngineBroken(reason) from error
+                what = f"loading version {manifest.version} failed"
+                raise await self._gone(what, error) from error
             self._serving.version = manifest.version
 
     async def _load(self, path: WeightPath, manifest: WeightVersion) -> None:
@@ -316,7 +316,7 @@ class SGLangEngine:
                 with attempt:
                     return await self._scored(token_ids)
         except (ServerFailure, WrongToken) as error:
-            raise self._gone(error) from error
+            raise await self._gone("the SGLang server fails", error) from error
         raise AssertionError("retrying ends with an answer or an exception")
 
     async def _scored(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -367,15 +367,16 @@ class SGLangEngine:
             for task in self._attempts:
                 task.cancel()
 
-    def _gone(self, error: Exception) -> EngineBroken:
-        """The server has failed too often."""
-        reason = f"the SGLang server fails: {error}"
-        if self._server is not None:
-            try:
-                self._server.check()
-            except (ServerDied, ConfigError) as death:
-                reason = str(death)
-        self._quarantine(reason)
+    async def _gone(self, what: str, error: Exception) -> EngineBroken:
+        """The server fails for good: quarantine, with its death as the reason if it has died."""
+        died = None
+        try:
+            if self._server is not None and isinstance(error, ServerFailure):
+                # Its connections break before it counts as ended.
+                died = await self._server.death(DEATH_S)
+        finally:
+            reason = f"{what}: {error if died is None else died}"
+            self._quarantine(reason)
         return EngineBroken(reason)
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:

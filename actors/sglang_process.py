@@ -225,6 +225,18 @@ class ServerProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise ServerDied(f"the SGLang server {how}. {self._tail()}")
 
+    async def death(self, patience_s: float) -> ServerDied | ConfigError | None:
+        """How it ended, if it does so within `patience_s`."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    self.check()
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            return None
+        except (ServerDied, ConfigError) as error:
+            return error
+
     async def close(self) -> None:
         """End the server and all its children."""
         await self.client.close()

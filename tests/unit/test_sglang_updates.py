@@ -13,6 +13,7 @@ import actors.worker
 from actors.engine import EngineBroken, UpdateRefused
 from actors.sglang_engine import SGLangEngine
 from actors.sglang_http import ServerClient
+from actors.sglang_process import ServerDied
 from dapo_async.types import WeightVersion
 from tests.fake_sglang import MODEL, VOCABULARY, scores
 from tests.sglang_serving import (
@@ -342,6 +343,40 @@ def test_a_call_of_an_update_that_fails_quarantines(path: str) -> None:
                 await engine.update_weights(manifest(1))
             with pytest.raises(EngineBroken):
                 await ask(engine)
+
+    run(main)
+
+
+class Dying:
+    """A server's process that counts as ended only some time after its connections have broken."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+
+    async def death(self, patience_s: float) -> ServerDied | None:
+        await asyncio.sleep(min(self._after_s, patience_s))
+        died = self._after_s <= patience_s
+        return ServerDied("the SGLang server was killed by signal 9. It said: x") if died else None
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("after_s", "reason"), [(0.3, "killed by signal 9"), (9.0, "answers 500")])
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/generate"])
+def test_a_server_that_dies_in_an_update_is_reported_dead_not_unreachable(
+    path: str, after_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.sglang_engine, "DEATH_S", 0.5)
+
+    async def main() -> None:
+        async with serving() as (server, engine):
+            monkeypatch.setattr(engine, "_server", Dying(after_s))
+            server.statuses[path] = [500]
+            with pytest.raises(EngineBroken, match=f"loading version 1 failed: .*{reason}"):
+                await engine.update_weights(manifest(1))
+            with pytest.raises(EngineBroken, match=reason):
+                await ask(engine)
+            assert reason in str(engine.health().broken)
 
     run(main)
 
