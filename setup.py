@@ -27,6 +27,7 @@ setup(
         "tensorboard>=2.18",
         "torch>=2.8",
         "transformers>=5.0",
+        "xxhash>=3.0",
     ],
     # For GPUs. On a CPU: pip install --no-deps -r requirements-sglang-cpu.txt
     extras_require={"sglang": ["sglang==0.5.23"]},

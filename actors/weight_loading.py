@@ -117,7 +117,7 @@ def check_manifest(manifest: WeightVersion, expected: Expected) -> None:
             raise UpdateRefused(f"version {version}: tensor {names[0]!r} is missing")
         for spec in sent:
             _compare(version, spec.name, expected, spec.shape, spec.dtype)
-            if spec.crc32 != sent[0].crc32:
+            if spec.xxh3 != sent[0].xxh3:
                 raise UpdateRefused(
                     f"version {version}: {sent[0].name!r} and {spec.name!r} are one tensor in "
                     "the model but differ in the version"

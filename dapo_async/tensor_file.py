@@ -58,7 +58,7 @@ def plan(shapes: Iterable[Shape]) -> tuple[dict[str, TensorSpec], bytes]:
             raise ValueError(f"`{name}`: {problem}")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         specs[name] = TensorSpec(
-            name=name, dtype=dtype, shape=tuple(shape), offset=0, nbytes=nbytes, crc32=0
+            name=name, dtype=dtype, shape=tuple(shape), offset=0, nbytes=nbytes, xxh3=0
         )
     offset = 0
     for spec in sorted(specs.values(), key=lambda spec: -ITEM_BYTES[spec.dtype]):

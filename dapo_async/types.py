@@ -284,7 +284,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    crc32: int
+    xxh3: int
+    """XXH3-64 of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

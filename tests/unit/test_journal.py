@@ -115,7 +115,7 @@ EXAMPLES: list[Any] = [
         version=3,
         location="/somewhere/v3",
         tensors=(
-            TensorSpec(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, crc32=7),
+            TensorSpec(name="w", dtype="bfloat16", shape=(2, 3), offset=0, nbytes=12, xxh3=7),
         ),
         finite=True,
     ),

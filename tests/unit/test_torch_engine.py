@@ -425,7 +425,7 @@ def manifest_of(model: PreTrainedModel, version: int) -> WeightVersion:
     specs = tuple(
         TensorSpec(
             name=name, dtype="float32", shape=tuple(value.shape), offset=0,
-            nbytes=value.numel() * 4, crc32=0,
+            nbytes=value.numel() * 4, xxh3=0,
         )
         for name, value in model.named_parameters()
     )  # fmt: skip

@@ -55,9 +55,9 @@ def publish(store: WeightStore, state: dict[str, Tensor], version: int = 1) -> W
     return writer.commit()
 
 
-def spec(name: str, shape: tuple[int, ...] = (2,), crc32: int = 1, **changes: Any) -> TensorSpec:
+def spec(name: str, shape: tuple[int, ...] = (2,), xxh3: int = 1, **changes: Any) -> TensorSpec:
     fields: dict[str, Any] = {"dtype": "float32", "offset": 0, "nbytes": 8, **changes}
-    return TensorSpec(name=name, shape=shape, crc32=crc32, **fields)
+    return TensorSpec(name=name, shape=shape, xxh3=xxh3, **fields)
 
 
 def manifest(*specs: TensorSpec, **changes: Any) -> WeightVersion:
@@ -78,7 +78,7 @@ CANARY = Canary(token_ids=(1, 2, 3), logprobs=(-1.0, -2.0))
     [
         manifest(spec("a"), spec("b")),
         manifest(spec("b"), spec("head"), spec("buffer")),
-        manifest(spec("a"), spec("b", crc32=9), spec("head")),
+        manifest(spec("a"), spec("b", xxh3=9), spec("head")),
         manifest(spec("a"), spec("b"), canary=CANARY),
     ],
     ids=["first name", "second name and a buffer", "both names", "canary"],
@@ -98,7 +98,7 @@ def test_a_version_that_fits_is_let_pass(version: WeightVersion) -> None:
         (manifest(spec("a"), spec("b", dtype="bfloat16")), "'b' is bfloat16, the model's is float"),
         (manifest(spec("a"), spec("b"), spec("head", (3,))), "'head' has shape"),
         (manifest(spec("a"), spec("b"), spec("buffer", (3,))), "'buffer' has shape"),
-        (manifest(spec("a"), spec("b"), spec("head", crc32=2)), "'a' and 'head' are one tensor"),
+        (manifest(spec("a"), spec("b"), spec("head", xxh3=2)), "'a' and 'head' are one tensor"),
         (manifest(spec("a"), spec("b"), finite=False), "holds inf or nan"),
         (
             manifest(

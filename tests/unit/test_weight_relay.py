@@ -190,7 +190,7 @@ def test_a_manifest_with_other_checksums_than_the_bytes_is_refused(objects: Obje
     async def work(world: World) -> None:
         manifest = decode(world.publish(1), WeightVersion)
         (spec,) = manifest.tensors
-        forged = replace(manifest, tensors=(replace(spec, crc32=spec.crc32 ^ 1),))
+        forged = replace(manifest, tensors=(replace(spec, xxh3=spec.xxh3 ^ 1),))
         with pytest.raises(WeightsRefused, match="checksum"):
             await fetch(world.relays[0], encode(forged))
         assert held(world.relays[0]) == []
