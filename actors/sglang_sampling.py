@@ -23,7 +23,7 @@ from actors.sglang_http import BadRequest, Busy, ServerClient, ServerFailure, Wr
 from dapo_async.types import Completion, FinishReason, SamplingParams
 
 WeightUpdate = Literal["retract", "keep_kv", "abort_resume"]
-STREAM_INTERVAL = 16
+STREAM_INTERVAL = 64
 """Tokens of a sample per event: each costs the server and us some work."""
 CUMULATIVE_INTERVAL = 256
 """The same where every event repeats the whole response."""
@@ -98,12 +98,13 @@ class Serving:
     """Tokens that the server's cache keeps together."""
     proven: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held from the pause for an update to its proof."""
-    cache_name: str = field(default_factory=lambda: secrets.token_hex(8))
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells its requests and cache from those of others that have used the server."""
 
     def cache_key(self) -> str:
         """Keeps requests from what other weights, or other owners of the server, have left in its
         cache: it isn't flushed with every update."""
-        return f"{self.cache_name}.{self.updates}"
+        return f"{self.owner}.{self.updates}"
 
 
 class Sampler:
@@ -351,8 +352,9 @@ class Sampler:
 
     def _rid(self, request: Request) -> str:
         self._number += 1
-        # An abort takes all that begin with its id: none begins with another one.
-        return f"{self._number}/{request.request_id}"
+        # An abort takes all that begin with its id: none begins with another one. And a late one
+        # of an engine that had this server before must find nothing.
+        return f"{self._serving.owner}.{self._number}/{request.request_id}"
 
     def accept(
         self, request_id: str, prompt_ids: Sequence[int], n: int, sampling: SamplingParams

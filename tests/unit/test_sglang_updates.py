@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 
 import actors.sglang_engine
@@ -102,6 +103,32 @@ def test_what_an_earlier_owner_left_in_the_cache_is_not_used(mode: Any) -> None:
             check(await ask(second), 20, 0)
             await second.update_weights(manifest(3))
             check(await ask(second), 20, 3)
+            await second.close()
+
+    run(main)
+
+
+def test_a_late_abort_of_an_earlier_owner_ends_nothing_of_the_next_one() -> None:
+    async def main() -> None:
+        async with serving() as (server, first):
+            await ask(first)
+            earlier = [rid for _, body in server.bodies for rid in body.get("rid", ()) if rid]
+            assert earlier
+            second = SGLangEngine(
+                ServerClient(server.url, TOKEN), model_path=MODEL, vocabulary=VOCABULARY,
+                max_context=150, check=lambda _: None,
+            )  # fmt: skip
+            await second.start()
+            group = ask(second, tokens=60)
+            server.limit = 0
+            await sample(server, second, server.sampled + 60)
+            streams = server.calls["/generate"]
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as late:
+                for rid in earlier:
+                    await late.post(f"{server.url}/abort_request", json={"rid": rid})
+            server.limit = None
+            check(await group, 60, 0)
+            assert server.calls["/generate"] == streams, "it was broken off and asked for again"
             await second.close()
 
     run(main)
