@@ -1,17 +1,22 @@
-"""Whole runs on real SGLang servers: two workers that update in turn, and one that is killed."""
+"""Whole runs on real SGLang servers: two workers of which one is killed, and a foreign server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from actors.sglang_process import ServerProcess, server_arguments
+from dapo_async.config import validate
 from dapo_async.metrics import read_jsonl
 from tests.system.conftest import tiny_run
 from tests.system.test_cluster import until
@@ -19,6 +24,7 @@ from tests.system.test_commands import Command, write
 
 pytestmark = pytest.mark.system
 RUN_S = 300.0
+START_S = 200.0
 STEPS = 60
 NEAR = 3
 """A worker that is kept up to date is at most so many versions behind at the end of a run."""
@@ -26,7 +32,7 @@ NEAR = 3
 
 def sglang_run(tiny: Path, name: str, folder: Path, **sections: Any) -> dict[str, Any]:
     tree = tiny_run(tiny, name, folder, **sections)
-    tree["rollout"] |= {"engine": "sglang", "workers": 2, "start_timeout_s": 200.0}
+    tree["rollout"] |= {"engine": "sglang", "workers": 2, "start_timeout_s": START_S}
     tree["replay"] = {"max_staleness": 2}
     return tree
 
@@ -97,3 +103,66 @@ def test_two_servers_train_together_and_the_loss_of_one_loses_no_group(
     assert "killed by signal 9" in said, said
     # Both have been updated to the end, the replacement too.
     assert all(worker["version"] >= STEPS - NEAR for worker in summary["workers"])
+
+
+@pytest.fixture
+def somebody_elses_server(tiny: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    tree = sglang_run(tiny, "server", tmp_path, rollout={"context_length": 64})
+    server = ServerProcess(server_arguments(validate(tree)))
+
+    async def start() -> None:
+        await server.start(START_S)
+        await server.client.close()  # its connections belong to this loop
+
+    try:
+        asyncio.run(start())
+        yield server
+    finally:
+        asyncio.run(server.close())
+
+
+def test_runs_take_over_a_server_that_somebody_else_started_one_after_another(
+    somebody_elses_server: ServerProcess, tiny: Path, tmp_path: Path
+) -> None:
+    server = somebody_elses_server
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(server.token)
+    (tmp_path / "weights").mkdir()
+    for name, mode in (("first", "retract"), ("second", "abort_resume")):
+        tree = tiny_run(
+            tiny,
+            name,
+            tmp_path,
+            rollout={
+                "engine": "sglang",
+                "engine_urls": [server.client.url],
+                "engine_token_file": str(token),
+                "weight_update": mode,
+            },
+            replay={"max_staleness": 1},
+            weights={"transport": "disk", "dir": str(tmp_path / "weights")},
+            trainer={"steps": 4},
+        )
+        del tree["rollout"]["workers"]
+        command = Command("train", write(tmp_path / "run.yaml", tree))
+        assert command.wait(RUN_S) == 0, command.output
+        assert command.leftovers() == []
+        assert "quarantined" not in command.output
+
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        ledger = summary["ledger"]
+        ended = ledger["trained"] + sum(ledger["filtered"].values())
+        assert summary["exit_reason"] == "done" and summary["engine"] == "sglang"
+        assert ledger["drawn"] == ended + sum(ledger["dropped"].values()) and ledger["live"] == 0
+        assert ledger["trained"] == 4 * 4 and summary["staleness"]["max"] <= 1
+        assert [worker["restarts"] for worker in summary["workers"]] == [0]
+        server.check()  # it lives on
+        request = urllib.request.Request(
+            server.client.url + "/model_info", headers={"Authorization": f"Bearer {server.token}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert (
+                int(json.load(answer)["weight_version"]) >= 3
+            )  # the run need not wait for the last
+    assert list((tmp_path / "weights").iterdir()) == []
