@@ -1,7 +1,7 @@
 """What the rollout side asks of an inference engine. One protocol, one contract test suite.
 
 An engine serves one policy. It labels every token with the weight version that sampled it; a
-version never goes back. All calls are made from one event loop.
+version never goes back, unless the learner itself does. All calls are made from one event loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapo_async.types import Completion, SamplingParams, WeightVersion
+
+UNKNOWN_VERSION = -1
+"""The version of an engine whose weights are of no proven version (any more)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,15 @@ class Engine(Protocol):
             UpdateRefused: missing, extra or misshapen tensor, wrong dtype, non-finite or checksum
                 mismatch; checked before the first tensor is loaded.
             EngineBroken: loading failed half-way, or the canary shows other weights.
+        """
+        ...
+
+    async def rewind(self) -> None:
+        """The learner has gone back to an earlier version: end every request, and take the next
+        version whatever its number. Until it comes nothing is generated.
+
+        Raises:
+            EngineBroken: the engine is quarantined.
         """
         ...
 

@@ -67,6 +67,7 @@ class RayWorker:
         self._actor: Any = None
         self._relays = relays
         self._node = ""
+        self._rewound = False
 
     async def start(self) -> int:
         """As `WorkerPort.start`.
@@ -74,6 +75,9 @@ class RayWorker:
         Raises:
             ConfigError: the worker can't serve this config; a restart would not help.
         """
+        if self._rewound and self._actor is not None:
+            self._rewound = False
+            return 0  # whatever it has must be replaced before it generates
         self.kill()
         self._actor = self._make()
         version = _version(await self._call(self._live.start.remote()))
@@ -120,6 +124,17 @@ class RayWorker:
             raise UpdateRefusedByWorker(answer["refused"])
         return Updated(**answer | {"version": _version(answer["version"])})
 
+    async def rewind(self) -> None:
+        """As `WorkerPort.rewind`."""
+        if self._actor is None:
+            return
+        try:
+            await self._call(self._actor.rewind.remote(), CALL_TIMEOUT_S)
+            self._rewound = True
+        except WorkerLost as error:
+            log.warning("%s can't go on with the learner: %s", self.name, error)
+            self.kill()
+
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         frames = [encode(prompt) for prompt in prompts]
         answer = await self._call(self._live.evaluate.remote(frames, step))
@@ -138,7 +153,7 @@ class RayWorker:
 
     def kill(self) -> None:
         """End the actor at once, whatever it is doing; nothing to do when there is none."""
-        actor, self._actor = self._actor, None
+        actor, self._actor, self._rewound = self._actor, None, False
         if actor is not None:
             ray.kill(actor)
 

@@ -21,7 +21,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engine import EngineBroken, EngineHealth, UpdateRefused, check_canary
+from actors.engine import (
+    UNKNOWN_VERSION,
+    EngineBroken,
+    EngineHealth,
+    UpdateRefused,
+    check_canary,
+)
 from actors.sglang_http import (
     BadRequest,
     ServerClient,
@@ -116,6 +122,7 @@ class SGLangEngine:
         self._attempts: set[asyncio.Task[Any]] = set()
         self._updating = asyncio.Lock()
         self._broken: str | None = None
+        self._started = False
         self._closed = False
         self._reprefill_tokens = 0
         self._pause_s = 0.0
@@ -160,6 +167,7 @@ class SGLangEngine:
             ) from error
         except BadRequest as error:
             raise ConfigError(f"the SGLang server can't serve this run: {error}") from error
+        self._started = True
         return self._serving.version
 
     async def close(self) -> None:
@@ -204,6 +212,8 @@ class SGLangEngine:
             EngineBroken: also when the server is gone for good.
         """
         self._check_serving()
+        if self._serving.version == UNKNOWN_VERSION:
+            raise RuntimeError("the engine's weights have no proven version: update them first")
         request = self._sampler.accept(request_id, prompt_ids, n, sampling)
         self._sampler.requests[request_id] = request
         try:
@@ -299,6 +309,16 @@ class SGLangEngine:
         if found != str(version):
             raise EngineBroken(f"{self._client.url} serves version {found!r}, not {version}")
 
+    async def rewind(self) -> None:
+        """As `Engine.rewind`."""
+        self._check_serving()
+        async with self._updating:
+            self._sampler.abort_all()
+            if self._attempts:
+                await asyncio.wait(self._attempts, timeout=LAST_WORDS_S + CLOSE_S)
+            self._check_serving()
+            self._serving.version = self._serving.newest = UNKNOWN_VERSION
+
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """As `Engine.score`."""
         self._check_serving()
@@ -357,7 +377,7 @@ class SGLangEngine:
             raise EngineBroken(self._broken)
         if self._closed and not closing:
             raise RuntimeError("the engine is closed")
-        if self._serving.version < 0:
+        if not self._started:
             raise RuntimeError("the engine is not started: await start() first")
 
     def _quarantine(self, reason: str) -> None:

@@ -46,6 +46,9 @@ LEAST_CONTEXT = 64
 """Room for the canary of a version, however short prompts and responses are."""
 SEGMENT = re.compile(r" (/dev/shm/(?:sglang_loads_|sgl_shm_)[\w.-]+)$", re.MULTILINE)
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""`learner.precision` as SGLang says it."""
+
 CPU_ARGS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -70,7 +73,7 @@ def server_arguments(config: Config) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model_path": config.model.path,
         "device": rollout.device,
-        "dtype": "bfloat16" if config.learner.precision == "bf16" else "float32",
+        "dtype": DTYPES[config.learner.precision],
         "tp_size": rollout.tensor_parallel_size,
         "context_length": context + CONTEXT_MARGIN,
         "max_running_requests": rollout.slots,

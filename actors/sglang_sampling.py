@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from actors.engine import UNKNOWN_VERSION
 from actors.sglang_answers import Event, Finish, new_tokens, read_event, token_versions
 from actors.sglang_http import BadRequest, Busy, ServerClient, ServerFailure, WrongToken, retrying
 from dapo_async.types import Completion, FinishReason, SamplingParams
@@ -87,9 +88,9 @@ class Serving:
     """What a server serves, as far as its engine knows."""
 
     weight_update: WeightUpdate
-    version: int = -1
+    version: int = UNKNOWN_VERSION
     """Proven."""
-    newest: int = -1
+    newest: int = UNKNOWN_VERSION
     """Of the versions that the server was asked to load."""
     updates: int = 0
     incremental: bool = False

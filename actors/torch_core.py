@@ -30,8 +30,6 @@ from dapo_async.types import Completion, FinishReason, SamplingParams
 
 WeightUpdate = Literal["retract", "keep_kv"]
 
-UNKNOWN_VERSION = -1
-"""The version of an engine whose weights are of no proven version yet."""
 
 LONGEST_HOLD = 8
 """Decode steps for which a waiting sequence is held back at most, to share a prefill."""

@@ -25,9 +25,15 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.engine import EngineBroken, EngineHealth, UpdateRefused, check_canary
+from actors.engine import (
+    UNKNOWN_VERSION,
+    EngineBroken,
+    EngineHealth,
+    UpdateRefused,
+    check_canary,
+)
 from actors.kv_slots import SlotModel
-from actors.torch_core import UNKNOWN_VERSION, Request, TorchCore, WeightUpdate
+from actors.torch_core import Request, TorchCore, WeightUpdate
 from actors.weight_loading import ReadTensors, Staged, read_where_it_says, stage
 from dapo_async.types import Completion, SamplingParams, WeightVersion
 
@@ -196,6 +202,13 @@ class TorchEngine:
         self._check_serving()
         return self._core.version
 
+    async def rewind(self) -> None:
+        """As `Engine.rewind`."""
+        self._check_serving()
+        async with self._updating:
+            await self._ask(self._rewind)
+        self._check_serving()
+
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """As `Engine.score`: a plain forward without a cache, between two steps."""
         self._check_serving()
@@ -357,6 +370,10 @@ class TorchEngine:
                 reason = str(error)
             self._quarantine(reason)
             raise EngineBroken(reason) from error
+
+    def _rewind(self) -> None:
+        self._deliver(self._core.abort_all())
+        self._core.version = UNKNOWN_VERSION
 
     def _prove(self, manifest: WeightVersion) -> None:
         if manifest.canary is not None:

@@ -108,6 +108,11 @@ class WeightSource:
                 del self._maps[old]
         return self._maps[version]
 
+    async def forget(self) -> None:
+        """The learner has gone back: versions of the same number will come with other bytes."""
+        self._maps.clear()
+        self._chunks.clear()
+
     async def close(self) -> None:
         self._store.close()
 
@@ -255,6 +260,15 @@ class Relays:
             raise RelayFailed(f"{what}: {reason}") from error
         return decode(frame, WeightVersion)
 
+    async def rewind(self) -> None:
+        """The learner has gone back: nothing that was fetched is what its version will be.
+
+        Raises:
+            WorkersLostError: the learner's node doesn't answer.
+        """
+        await self.close()
+        await _answer(self._source.forget.remote())
+
     async def close(self) -> None:
         """End the relays and remove what they hold; dead ones are no error."""
         relays = list(self._relays.values())
@@ -302,7 +316,7 @@ async def _answer(reference: Awaitable[T]) -> T:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await reference
     except (RayError, TimeoutError) as error:
-        raise WorkersLostError(f"the store of the weights doesn't start: {error}") from error
+        raise WorkersLostError(f"the store of the weights doesn't answer: {error}") from error
 
 
 async def _end(actor: Any) -> None:

@@ -21,7 +21,7 @@ import psutil
 from actors.engine import Engine, EngineBroken, EngineHealth, UpdateRefused
 from actors.engines import make_engine
 from actors.sglang_weights import RaySender
-from dapo_async import batching, dapo
+from dapo_async import batching, dapo, faults
 from dapo_async.codec import decode, encode
 from dapo_async.config import Config, at, validate
 from dapo_async.errors import ConfigError
@@ -113,6 +113,8 @@ class RolloutWorker:
         self._rewards: RewardPool
         self._tokenizer: Any
         self._running: dict[LeaseId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """All that works at something, also at what was taken back."""
         self._results: list[bytes] = []
         self._news = asyncio.Event()
         self._broken: str | None = None
@@ -151,7 +153,10 @@ class RolloutWorker:
             self._stall.restart(time.monotonic())
         for frame in frames:
             lease = decode(frame, Lease)
-            self._running[lease.lease_id] = asyncio.create_task(self._serve(lease))
+            task = asyncio.create_task(self._serve(lease))
+            self._running[lease.lease_id] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def collect(self, gather_s: float = 0.0) -> list[bytes]:
         """Frames of GroupMeta and LeaseFailure; waits up to COLLECT_S for the first, then
@@ -287,6 +292,7 @@ class RolloutWorker:
             # no better, so no draw is to blame.
             reason = str(error) or f"no answer within {STORE_TIMEOUT_S:g} s"
             raise StoreLost(f"the payload store is lost: {reason}") from error
+        faults.reach("after_put_before_ack")
 
     def _penalty(self, draw: Draw, tokens: int) -> float:
         overlong = self._config.overlong_or_off
@@ -340,10 +346,36 @@ class RolloutWorker:
             "reprefill_tokens": float(after.reprefill_tokens - before.reprefill_tokens),
         }
 
+    async def rewind(self) -> None:
+        """The learner has gone back: drop all work and results; the next version is loaded whatever
+        its number.
+
+        Raises:
+            RuntimeError: the worker is quarantined.
+        """
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._running.clear()
+        self._results.clear()
+        self._news.clear()
+        if self._broken is not None:
+            raise RuntimeError(f"the worker is quarantined: {self._broken}")
+        await self._engine.rewind()
+        # Calls of one process arrive in order: what the tasks asked of the store is done by then.
+        await self._store.health.remote()
+
     # ---- evaluation ----------------------------------------------------------------------------
 
     async def evaluate(self, frames: list[bytes], step: int) -> bytes:
         """Answer every prompt once sampled (and once greedily); an EvalOutcomes frame."""
+        task = asyncio.create_task(self._evaluate(frames, step))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await task
+
+    async def _evaluate(self, frames: list[bytes], step: int) -> bytes:
         prompts = [decode(frame, Prompt) for frame in frames]
         config = self._config
         sampling = SamplingParams(

@@ -11,39 +11,49 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from dapo_async import config as configs
-from dapo_async import metrics
+from dapo_async import faults, metrics, run_state
+from dapo_async.checkpoint import Checkpoint, Checkpoints
 from dapo_async.config import Config
 from dapo_async.console import Status, display_mode, result_table, say, set_up_logging
-from dapo_async.errors import CheckpointError, RunError
+from dapo_async.errors import CheckpointError, LearnerLostError, RunError, WorkersLostError
 from dapo_async.inputs import Inputs, read_inputs
 from dapo_async.pipeline import Pipeline
-from dapo_async.prompts import PromptSource
+from dapo_async.prompts import PromptSource, fingerprint
+from dapo_async.resume import choose
 from dapo_async.run_folder import RunFolder
+from dapo_async.saving import CheckpointSaver, Identity, identity_of
 from dapo_async.signals import SignalGuard
 from dapo_async.summary import asked_of_processes, summarise
 from dapo_async.types import EvalReport, GroupMeta, SampleText
 
 log = logging.getLogger("dapo_async")
 SAVE_GRACE_S = 60.0
+UNSOUND = ("internal", "gate", "checkpoint")
+"""Reasons after which the driver's state, or the disk, isn't trusted with one more checkpoint."""
 CLOSE_GRACE_S = 20.0
 
 
-def train(config: Config) -> int:
-    """Run one training; returns the exit code of the process."""
+def train(config: Config, resume: str | None = None) -> int:
+    """Run one training; returns the exit code of the process.
+
+    Args:
+        resume: go on from a checkpoint: `auto`, or its folder, or that of its run.
+    """
     console = Console(stderr=False)
     set_up_logging(console)
     for sentence in configs.warnings(config):
         log.warning(sentence)
     try:
+        faults.check()
         with SignalGuard() as guard:
-            _read_and_train(config, console, guard)
+            _read_and_train(config, console, guard, resume)
         return 0
     except RunError as error:
         say(console, str(error), label="error: ")
@@ -64,7 +74,9 @@ def check_engine(config: Config) -> None:
     check_arguments(config)
 
 
-def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> None:
+def _read_and_train(
+    config: Config, console: Console, guard: SignalGuard, resume: str | None
+) -> None:
     from actors.cluster import JoinedRay, LocalRay, check_demand
 
     local, cpus = config.ray.address == "local", os.cpu_count() or 1
@@ -73,12 +85,14 @@ def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> Non
     inputs = asyncio.run(guard.run(read_inputs(config)))
     if inputs.dropped:
         log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)
-    folder = RunFolder(config)
+    identity = identity_of(config, fingerprint(inputs.train))
+    folder = RunFolder(config, resume=resume is not None)
     ray: Any = None
     try:
+        start = _start(config, folder, identity, resume)
         with guard.keeping_handlers():  # Ray installs its own
             ray = LocalRay(cpus) if local else JoinedRay(config.ray.address)
-        asyncio.run(_train(config, inputs, folder, console, guard, ray))
+        asyncio.run(_train(config, inputs, folder, console, guard, ray, start))
     finally:
         guard.finishing()
         if ray is not None:
@@ -86,18 +100,57 @@ def _read_and_train(config: Config, console: Console, guard: SignalGuard) -> Non
         folder.close()
 
 
-class Reporter:
-    """Writes metrics, samples and status as the pipeline tells of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: at its model, or at a checkpoint."""
 
-    def __init__(self, config: Config, folder: RunFolder, status: Callable[[], Status]) -> None:
+    identity: Identity
+    checkpoint: Checkpoint | None = None
+    state: Mapping[str, Any] | None = None
+    """The driver's state in `checkpoint`."""
+
+    @property
+    def version(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.version
+
+    @property
+    def elapsed_s(self) -> float:
+        """Of the run before."""
+        return 0.0 if self.state is None else float(self.state["stats"]["elapsed_s"])
+
+
+def _start(config: Config, folder: RunFolder, identity: Identity, resume: str | None) -> Start:
+    checkpoint = None
+    if resume is not None:
+        checkpoint = choose(config, folder, resume, identity)
+    if checkpoint is None:
+        if resume is not None:
+            log.warning("%s holds nothing to resume: the run starts anew", folder.path)
+        return Start(identity=identity)
+    log.info("going on from %s, version %d", checkpoint.path, checkpoint.version)
+    state = run_state.from_bytes(checkpoint.state(), checkpoint.path)
+    return Start(identity=identity, checkpoint=checkpoint, state=state)
+
+
+class Reporter:
+    """Writes metrics, samples and status as the pipeline tells of them.
+
+    Args:
+        start: a resumed run goes on with the rows and the time of the one before.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, status: Callable[[], Status], start: Start
+    ) -> None:
+        cut = None if start.checkpoint is None else start.version
         self._config = config
         self._folder = folder
         self._status = status
         self._sinks: list[metrics.MetricSink] = [
-            metrics.JsonlSink(folder.path / "metrics.jsonl"),
-            metrics.TensorBoardSink(folder.path / "tensorboard"),
+            metrics.JsonlSink(folder.path / "metrics.jsonl", cut),
+            metrics.TensorBoardSink(folder.path / "tensorboard", cut),
         ]
-        self._started = time.monotonic()
+        self._started = time.monotonic() - _time_before(folder, start)
 
     def on_step(self, version: int, numbers: dict[str, float], metas: list[GroupMeta]) -> None:
         self._write(version, numbers)
@@ -135,9 +188,21 @@ class Reporter:
                 log.error("metrics: %s", error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _time_before(folder: RunFolder, start: Start) -> float:
+    """Seconds that the metrics of a resumed run begin with, so that they never go back."""
+    if start.checkpoint is None:
+        return 0.0
+    try:
+        rows = metrics.read_jsonl(folder.path / "metrics.jsonl")
+    except OSError:
+        rows = []
+    return max((float(row.get("time_s", 0.0)) for row in rows), default=start.elapsed_s)
+
+
+@dataclass(slots=True, kw_only=True)
 class Parts:
-    """What a run is made of."""
+    """What a run is made of. Reporter, pipeline and saver are others once the learner has gone
+    back."""
 
     config: Config
     inputs: Inputs
@@ -149,10 +214,74 @@ class Parts:
     reporter: Reporter
     pipeline: Pipeline
     started: float
+    saver: CheckpointSaver | None = None
+    start: Start | None = None
+    relays: Any = None
+    remake: Callable[[Start], tuple[Reporter, Pipeline, CheckpointSaver]] | None = None
+    """What goes on from another start."""
+    learner_restarts: int = 0
 
     async def start_and_run(self) -> None:
+        """Run to the end; after the loss of a learner rank, again from the newest checkpoint.
+
+        Raises:
+            RunError: the run can't go on.
+        """
         await self.learner.start()
-        await self.pipeline.run()
+        await self._restore()
+        lost: LearnerLostError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    await self._go_back(lost)
+                await self.pipeline.run()
+                return
+            except LearnerLostError as error:
+                lost = error
+
+    async def _restore(self) -> None:
+        if self.start is not None and self.start.checkpoint is not None:
+            await self.learner.restore(str(self.start.checkpoint.path))
+            # Last: a pipeline at version 0 has nothing that the end of the run would save.
+            assert self.start.state is not None
+            self.pipeline.restore(self.start.state)
+
+    async def _go_back(self, lost: LearnerLostError) -> None:
+        """Start the learner anew at the newest checkpoint. The workers live on, without the work
+        that they had.
+
+        Raises:
+            WorkersLostError: it was lost too often, or there is no checkpoint.
+        """
+        assert self.start is not None and self.saver is not None and self.remake is not None
+        limit = self.config.learner.max_restarts
+        await self.saver.abandon()
+        checkpoints = Checkpoints(self.folder.path)
+        if self.config.weights.transport == "nccl" or not limit or not checkpoints:
+            raise WorkersLostError(f"{lost}; there is no checkpoint to go back to") from lost
+        if self.learner_restarts == limit:
+            raise WorkersLostError(f"{lost}; learner.max_restarts: {limit}") from lost
+        self.learner_restarts += 1
+        checkpoint = await asyncio.to_thread(checkpoints.newest)
+        log.warning(
+            "%s: the learner goes back to version %d (restart %d of %d)",
+            *(lost, checkpoint.version, self.learner_restarts, limit),
+        )
+        checkpoints.point_at(checkpoint.version)
+        if checkpoint.version > self.config.weights.delay:
+            await asyncio.gather(*(worker.rewind() for worker in self.workers))
+        else:  # they may have to serve the first weights again, which no store has
+            for worker in self.workers:
+                worker.kill()
+        if self.relays is not None:
+            await self.relays.rewind()
+        await self.learner.restart()
+        self.reporter.close()
+        self.folder.go_on(checkpoint.version)
+        state = run_state.from_bytes(checkpoint.state(), checkpoint.path)
+        self.start = replace(self.start, checkpoint=checkpoint, state=state)
+        self.reporter, self.pipeline, self.saver = self.remake(self.start)
+        await self._restore()
 
 
 async def _train(
@@ -162,6 +291,7 @@ async def _train(
     console: Console,
     guard: SignalGuard,
     ray: Any,
+    start: Start,
 ) -> None:
     import ray as ray_api
 
@@ -191,22 +321,30 @@ async def _train(
             for index, options in enumerate(placement.workers)
         ]
         status: Status
-        reporter = Reporter(config, folder, lambda: status)
-        pipeline = Pipeline(
-            config,
-            PromptSource(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle),
-            workers,
-            learner,
-            reporter,
-            inputs.held_out,
-            inputs.stop_ids,
-        )
-        status = Status(
-            console,
-            display_mode(config.trainer.progress),
-            config.trainer.steps,
-            lambda: f"{pipeline.doing}; {pipeline.fleet.describe()}",
-        )
+
+        def make(start: Start) -> tuple[Reporter, Pipeline, CheckpointSaver]:
+            reporter = Reporter(config, folder, lambda: status, start)
+            saver = CheckpointSaver(
+                config,
+                Checkpoints(folder.path),
+                learner,
+                start.identity,
+                lambda: pipeline.eval_reports,
+                start.version,
+            )
+            pipeline = Pipeline(
+                config,
+                PromptSource(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle),
+                workers,
+                learner,
+                reporter,
+                inputs.held_out,
+                inputs.stop_ids,
+                saver,
+            )
+            return reporter, pipeline, saver
+
+        reporter, pipeline, saver = make(start)
         parts = Parts(
             config=config,
             inputs=inputs,
@@ -218,6 +356,16 @@ async def _train(
             reporter=reporter,
             pipeline=pipeline,
             started=started,
+            saver=saver,
+            start=start,
+            relays=relays,
+            remake=make,
+        )
+        status = Status(
+            console,
+            display_mode(config.trainer.progress),
+            config.trainer.steps,
+            lambda: f"{parts.pipeline.doing}; {parts.pipeline.fleet.describe()}",
         )
         reason = "internal"
         # The prompts live as long as the run: the garbage collector need not look at them again.
@@ -248,7 +396,7 @@ async def finish(parts: Parts, reason: str) -> None:
         version: int | None = None
         if parts.pipeline.queue.version > 0:
             try:
-                version = await _save(parts, reason == "done")
+                version = await _save(parts, reason)
             except RunError as error:
                 log.error("the checkpoint was not saved: %s", error)
                 if reason == "done":
@@ -262,19 +410,38 @@ async def finish(parts: Parts, reason: str) -> None:
         raise not_saved
 
 
-async def _save(parts: Parts, done: bool) -> int:
-    """Returns the version that was saved."""
+async def _save(parts: Parts, reason: str) -> int:
+    """Write the last checkpoint, then a Hugging Face folder; returns the version it holds."""
     limit = parts.config.trainer.save_timeout_s
-    if not done:
+    if reason != "done":
         limit = min(limit, SAVE_GRACE_S)
     try:
         async with asyncio.timeout(limit):
-            return await parts.learner.save(str(parts.folder.path / "checkpoint"), limit)
+            failed: RunError | None = None
+            try:
+                await _save_state(parts, reason, limit)
+            except RunError as error:
+                log.error("no checkpoint to resume from was saved: %s", error)
+                failed = error
+            version = await parts.learner.save(str(parts.folder.path / "checkpoint"), limit)
+            if failed is not None and reason == "done":
+                raise failed
+            return version
     except TimeoutError:
         raise CheckpointError(
             f"saving the checkpoint took more than {limit:g} s (trainer.save_timeout_s: "
             f"{parts.config.trainer.save_timeout_s:g})"
         ) from None
+
+
+async def _save_state(parts: Parts, reason: str, limit: float) -> None:
+    if parts.saver is None or reason in UNSOUND:
+        return
+    # A step under way is waited for: learner and driver must be of one version.
+    report = await parts.learner.settle(limit)
+    if report is not None:
+        parts.pipeline.trained(report)
+    await parts.saver.finish(parts.pipeline.queue.version, parts.pipeline.state)
 
 
 async def _write_summary(parts: Parts, reason: str, version: int | None) -> dict[str, Any]:
@@ -283,6 +450,7 @@ async def _write_summary(parts: Parts, reason: str, version: int | None) -> dict
     wall_s = time.monotonic() - parts.started
     summary = summarise(parts.config, parts.pipeline, reason, wall_s, asked)
     summary["checkpoint_version"] = version
+    summary["learner_restarts"] = parts.learner_restarts
     try:
         parts.folder.write_json("summary.json", summary)
     except OSError as error:

@@ -142,7 +142,7 @@ def _plan_minibatch(
             )
     plan = plan_micro_batches(
         [sample.tokens for sample in samples],
-        config.learner.ranks,
+        config.learner.replicas,
         config.learner.max_tokens_per_microbatch,
         CostModel(),
         names=samples,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from dapo_async import faults
 from dapo_async.config import WeightsConfig
 from dapo_async.errors import StalledError
 from dapo_async.types import WeightVersion
@@ -98,6 +99,7 @@ class Broadcast:
             await self._settle()
             if not due(version, self.published, interval):
                 break
+            faults.reach("before_publish")
             what = f"the snapshot of version {version}"
             try:
                 await within(limit, self._learner.snapshot(version), StalledError, what)

@@ -35,6 +35,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
     ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH",
+            help="Go on from a checkpoint: this run's newest good one, or that of a folder.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model."""
     resolved = configs.load(config, overrides or [])
@@ -47,7 +54,22 @@ def train(
         return
     from dapo_async import app as application
 
-    raise typer.Exit(application.train(resolved))
+    raise typer.Exit(application.train(resolved, resume))
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32; default: what it was trained in.")
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder."""
+    from dapo_async.export import export_model
+
+    version = export_model(source, out, dtype)
+    typer.echo(f"version {version} written to {out}")
 
 
 @app.command("make-toy")

@@ -123,8 +123,9 @@ class ModelConfig(Section):
 
     path: str
     """A local folder in Hugging Face format."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the learner; packed samples never see each other on either."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention of the learner; packed samples never see each other on any. flash_attention_2 needs
+    the package flash-attn and a GPU."""
 
 
 class DataConfig(Section):
@@ -524,7 +525,8 @@ class WeightsConfig(Section):
     """The folder of `transport: disk`."""
     canary_tolerance: Positive | None = None
     """After an update the engine's log-probs of a fixed text may differ from the learner's by this
-    much on average, else the engine is quarantined (default .01 in fp32, .2 in bf16)."""
+    much on average, else the engine is quarantined (default .01 in fp32, .05 in fp16, .2 in
+    bf16)."""
     broadcast_interval: Count = 1
     """Publish when the learner is this many versions ahead of the last published one."""
     delay: Annotated[int, Field(ge=0)] = 0
@@ -549,13 +551,23 @@ class LearnerConfig(Section):
     """The learner: DeepSpeed ranks and their optimizer."""
 
     ranks: Count = 1
-    """Data-parallel learner processes."""
-    zero_stage: Literal[1] = 1
-    """DeepSpeed ZeRO stage."""
+    """Learner processes."""
+    sequence_parallel_size: Count = 1
+    """Ranks that share the tokens of one micro-batch (Ulysses); divides `ranks`, and the model's
+    attention and key-value heads. The others are data-parallel."""
+    zero_stage: Literal[1, 2, 3] = 1
+    """What ranks share out: the optimizer (1), the gradients too (2), the parameters too (3)."""
+    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
+    """What a rank on a GPU keeps in the machine's memory; parameters only at `zero_stage: 3`."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward."""
+    deepspeed: str | None = None
+    """A DeepSpeed JSON, on every machine with a rank, for what has no key here."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the ranks compute; cuda is one GPU each."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute precision."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Compute precision. Below fp32, gradients and optimizer stay in fp32; fp16 scales the loss,
+    and a scale that was too high skips an update."""
     lr: Positive = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -577,7 +589,9 @@ class LearnerConfig(Section):
     epochs: Count = 1
     """Passes over the step's groups."""
     max_tokens_per_microbatch: Count = 8192
-    """Hard cap of one forward, prompt and response tokens."""
+    """Hard cap of one forward, prompt and response tokens, over all ranks that share it."""
+    logprob_tokens_per_microbatch: Count | None = None
+    """The same for forwards without a backward; null takes the training's micro-batches."""
     logprob_chunk: Count = 512
     """Tokens whose logits exist at once."""
     max_skipped_updates: Count = 5
@@ -586,6 +600,10 @@ class LearnerConfig(Section):
     """Longest learner step."""
     start_timeout_s: Positive = 300.0
     """Longest start of the learner."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often the ranks start anew, from the newest checkpoint, when one of them has died. The
+    run ends (exit 4) after more, where there is no checkpoint, and with `weights.transport: nccl`.
+    """
     cpus_per_rank: Annotated[float, Field(ge=0)] = 1.0
     """Ray CPUs a rank reserves."""
     threads_per_rank: Count = 1
@@ -595,7 +613,22 @@ class LearnerConfig(Section):
     def _rules(self) -> LearnerConfig:
         if self.lr_schedule == "constant":
             self.refuse_ignored(["lr_min_share"], "with `lr_schedule: constant`")
+        if self.ranks % self.sequence_parallel_size:
+            raise ValueError(
+                f"`sequence_parallel_size: {self.sequence_parallel_size}` must divide "
+                f"`ranks: {self.ranks}`"
+            )
+        if self.offload == "optimizer_and_parameters" and self.zero_stage != 3:
+            raise ValueError(
+                f"`offload: {self.offload}` needs `zero_stage: 3`: below it every rank computes "
+                f"with whole parameters, and this is stage {self.zero_stage}"
+            )
         return self
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel groups of ranks, each with micro-batches of its own."""
+        return self.ranks // self.sequence_parallel_size
 
 
 class EvalConfig(Section):
@@ -613,6 +646,20 @@ class EvalConfig(Section):
     """Longest evaluation."""
 
 
+class CheckpointConfig(Section):
+    """Checkpoints to resume from, in the run's folder. One is always written at the end."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Learner steps between checkpoints; 0: only at the end, also when a signal ends the run."""
+    keep_last: Count = 2
+    """Newest checkpoints to keep; the older ones serve where the newest is damaged."""
+    keep_best: bool = False
+    """Also keep the one with the best evaluation; needs `data.eval`, and `every` a multiple of
+    `eval.every` to be of use."""
+    max_failures: Count = 3
+    """Saves that fail in a row before the run ends (exit 6)."""
+
+
 class TrainerConfig(Section):
     """The run as a whole."""
 
@@ -623,8 +670,7 @@ class TrainerConfig(Section):
     stall_timeout_s: Positive = 1800.0
     """With no progress at all for this long the run ends (exit 7)."""
     save_timeout_s: Positive = 1800.0
-    """Longest save of a finished run's checkpoint (exit 6); one that ends early has at most a
-    minute for it."""
+    """Longest save of a checkpoint; a run that ends early has at most a minute for its last."""
     log_samples_every: Annotated[int, Field(ge=0)] = 10
     """Steps between sampled answers in samples.jsonl; 0 is never."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
@@ -670,6 +716,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     ray: RayConfig = RayConfig()
     trainer: TrainerConfig
 
@@ -678,8 +725,11 @@ class Config(Section):
         _check_groups(self)
         _check_lengths(self)
         _check_weights(self)
+        _check_learner(self)
         if self.data.eval is None:
             self.eval.refuse_ignored(type(self.eval).model_fields, "without `data.eval`")
+            if self.checkpoint.keep_best:
+                raise ValueError("`checkpoint.keep_best: true` needs `data.eval`")
         return self
 
     @property
@@ -722,6 +772,12 @@ def _check_lengths(config: Config) -> None:
             f"`rollout.max_response_length: {longest:g}` = {total:g} is over "
             f"`learner.max_tokens_per_microbatch: {cap}`: a full sample would not fit"
         )
+    passes = config.learner.logprob_tokens_per_microbatch
+    if passes is not None and total > passes:
+        raise ValueError(
+            f"`learner.logprob_tokens_per_microbatch: {passes}` must be ≥ `data.max_prompt_tokens` "
+            f"+ `rollout.max_response_length` = {total:g}: a full sample would not fit"
+        )
     overlong = config.overlong_or_off
     if overlong.mode == "soft" and overlong.buffer is not None:
         shortest = min(values(config.rollout.max_response_length))
@@ -729,6 +785,28 @@ def _check_lengths(config: Config) -> None:
             raise ValueError(
                 f"`overlong.buffer: {max(values(overlong.buffer)):g}` is over "
                 f"`rollout.max_response_length: {shortest:g}`"
+            )
+
+
+def _check_learner(config: Config) -> None:
+    learner = config.learner
+    if config.model.attention == "flash_attention_2":
+        if learner.device == "cpu":
+            raise ValueError(
+                "`model.attention: flash_attention_2` needs `learner.device: cuda`: its kernels "
+                "run on GPUs only"
+            )
+        if learner.precision == "fp32":
+            raise ValueError(
+                "`model.attention: flash_attention_2` needs `learner.precision: bf16` or `fp16`"
+            )
+    if learner.logprob_tokens_per_microbatch is not None:
+        updates = learner.minibatches * learner.epochs
+        if config.algorithm.proximal != "recompute" or updates == 1:
+            learner.refuse_ignored(
+                ["logprob_tokens_per_microbatch"],
+                "without `algorithm.proximal: recompute` and several `learner.minibatches`: there "
+                "is no forward without a backward",
             )
 
 
@@ -746,6 +824,7 @@ def _check_weights(config: Config) -> None:
     if config.weights.delay and interval != 1:
         raise ValueError("`weights.delay` needs `weights.broadcast_interval: 1`")
     if config.weights.transport == "nccl":
+        config.learner.refuse_ignored(["max_restarts"], "with `weights.transport: nccl`")
         if config.rollout.engine != "sglang":
             raise ValueError("`weights.transport: nccl` needs `rollout.engine: sglang`")
         if config.weights.delay:

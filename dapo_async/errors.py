@@ -41,6 +41,10 @@ class WorkersLostError(RunError):
     exit_reason = "workers_lost"
 
 
+class LearnerLostError(WorkersLostError):
+    """A learner rank has died. All of them may start anew from a checkpoint."""
+
+
 class DivergedError(RunError):
     """Loss or gradients were not finite too many times in a row."""
 

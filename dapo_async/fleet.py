@@ -73,6 +73,12 @@ class WorkerPort(Protocol):
         Raises UpdateRefusedByWorker when the manifest was refused untouched."""
         ...
 
+    async def rewind(self) -> None:
+        """The learner has gone back to an earlier version, and no other call is under way: drop all
+        work, so that `start` finds the worker as if new, with version 0. One that can't is killed.
+        Raises nothing."""
+        ...
+
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         """Answer every prompt once, sampled, and once greedily if configured; no update may
         happen meanwhile. `step` seeds the sampling."""

@@ -94,6 +94,7 @@ METRICS: dict[str, str] = {
     "weights/reprefill_tokens": "tokens whose KV cache was recomputed after the step's updates",
     "perf/update_s": "seconds of forward, backward and optimizer",
     "perf/publish_s": "seconds the learner was held by publishing weights",
+    "perf/checkpoint_s": "seconds the learner was held by copying its state for a checkpoint",
     "perf/relay_s": "longest way of new weights to a worker's node, in seconds",
     "perf/tokens_per_s": "response tokens trained per second",
     "perf/generate_s_mean": "seconds from the start of a group to its last token",
@@ -382,7 +383,7 @@ def _drop_later_steps(path: Path, step: int) -> None:
 class TensorBoardSink:
     """Scalars in a TensorBoard event file, written without importing torch or TensorFlow."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         self.folder = folder
         self._writer: Any = None
         try:
@@ -400,6 +401,10 @@ class TensorBoardSink:
             name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{os.getpid()}"
             self._writer = RecordWriter((folder / name).open("ab", buffering=0))
             self._put(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if resume_step is not None:  # readers forget later steps of the files before
+                session = self._events.SessionLog(status=self._events.SessionLog.START)
+                started = {"step": resume_step + 1, "session_log": session}
+                self._put(self._events.Event(wall_time=time.time(), **started))
         except (OSError, ImportError) as error:
             self._give_up(error)
 

@@ -32,16 +32,23 @@ import contextlib
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from dapo_async import batching
+from dapo_async import batching, faults, run_state
 from dapo_async.broadcast import Broadcast, Due, Publishing, is_newer
 from dapo_async.config import Config, at
-from dapo_async.errors import ConfigError, StalledError, StarvedError, WorkersLostError
+from dapo_async.errors import (
+    CheckpointError,
+    ConfigError,
+    StalledError,
+    StarvedError,
+    WorkersLostError,
+)
 from dapo_async.fleet import Fleet, Worker, WorkerLost, WorkerPort
 from dapo_async.replay import FormedBatch, ReplayQueue, publish_due
+from dapo_async.run_state import LiveDraw
 from dapo_async.stats import StepStats, pool_outcomes
 from dapo_async.types import (
     Batch,
@@ -78,6 +85,26 @@ class Prompts(Protocol):
     def draw(self) -> tuple[int, int, Prompt]: ...
     def put_back(self, prompt: Prompt) -> None: ...
     def quarantine(self, row_id: str) -> None: ...
+    def prompt(self, row_id: str) -> Prompt: ...
+    def state(self) -> Mapping[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Saver(Protocol):
+    """Who writes checkpoints (`dapo_async.saving`)."""
+
+    def due(self, version: int) -> bool:
+        """Is one to be written at this version?"""
+        ...
+
+    async def begin(self, version: int, state: Mapping[str, Any]) -> Awaitable[None] | None:
+        """Copy the learner's state aside; training may go on when this returns. What is left to
+        do is returned; None when it failed already.
+
+        Raises:
+            CheckpointError: it has failed too often; the awaitable raises it too.
+        """
+        ...
 
 
 class Learner(Publishing, Protocol):
@@ -111,6 +138,7 @@ class Pipeline:
         observer: is told of every step and evaluation.
         eval_prompts: held-out prompts; empty for none.
         stop_ids: every token id that ends a response.
+        saver: writes checkpoints; None writes none.
     """
 
     def __init__(
@@ -122,6 +150,7 @@ class Pipeline:
         observer: Observer,
         eval_prompts: Sequence[Prompt] = (),
         stop_ids: frozenset[int] = frozenset(),
+        saver: Saver | None = None,
     ) -> None:
         self.config = config
         self.source = source
@@ -129,6 +158,7 @@ class Pipeline:
         self.observer = observer
         self.eval_prompts = eval_prompts
         self.stop_ids = stop_ids
+        self.saver = saver
         self.steps = config.trainer.steps
 
         @cache
@@ -150,6 +180,9 @@ class Pipeline:
         self.eval_reports: list[EvalReport] = []
         self.doing = "starting"
         """What the learner does or waits for, for people."""
+        self._resumed = False
+        self._step: tuple[Batch, list[GroupMeta]] | None = None
+        """What the learner is told to train, until its answer is taken in."""
         self._draws: dict[DrawId, Draw] = {}
         self._metas: dict[DrawId, GroupMeta] = {}
         self._judged = 0
@@ -192,16 +225,19 @@ class Pipeline:
             raise first_cause(failures) from failures
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
-        self._start_evaluation(group, 0)
+        if self._resumed:
+            # Before anything is asked of workers: they start with the model's first weights.
+            self.doing = f"publishing version {self.queue.version}"
+            await self.broadcast.publish_newest(self.queue.version, group)
+            await self._evaluate_if_due(group)
+        else:
+            self._start_evaluation(group, 0)
         while self.queue.version < self.steps:
             await self._publish_if(publish_due, group)
             formed = await self._next_batch(group)
             await self._train_one(formed)
-            every = self.config.eval.every
-            if every and self.queue.version % every == 0 and self.queue.version < self.steps:
-                await self._publish_if(is_newer, group)
-                delay = self.config.weights.delay
-                self._start_evaluation(group, max(0, self.queue.version - delay))
+            await self._save_if_due(group)
+            await self._evaluate_if_due(group)
         await self.broadcast.publish_newest(self.queue.version, group)
         if self._evaluation is not None:
             self.doing = "waiting for the running evaluation"
@@ -213,18 +249,37 @@ class Pipeline:
             await self._evaluation
         self.doing = "done"
 
+    async def _evaluate_if_due(self, group: asyncio.TaskGroup) -> None:
+        every, version = self.config.eval.every, self.queue.version
+        if not every or version % every or version >= self.steps:
+            return
+        wanted = max(0, version - self.config.weights.delay)
+        if self._resumed and any(report.version >= wanted for report in self.eval_reports):
+            return  # before the run was interrupted
+        await self._publish_if(is_newer, group)
+        self._start_evaluation(group, wanted)
+
     async def _train_one(self, formed: FormedBatch) -> None:
         metas = [self._metas[draw_id] for draw_id in formed.groups]
         batch = batching.plan_batch(self.config, formed.step, metas)
         self.doing = f"training step {formed.step}"
         self._progress()
         self.stats.learner_busy(self._now())
+        self._step = batch, metas
         report = await within(
             self.config.learner.step_timeout_s, self.learner.step(batch), StalledError, self.doing
         )
+        self.trained(report)
+
+    def trained(self, report: StepReport) -> None:
+        """Take in what the learner says of the step it was told to train. Not a coroutine: between
+        two versions of the learner there is no state of the driver that a checkpoint could see."""
+        assert self._step is not None
+        (batch, metas), self._step = self._step, None
         self.stats.learner_idle(self._now())
+        groups = self.queue.training
         version = self.queue.trained()
-        for draw_id in formed.groups:
+        for draw_id in groups:
             del self._metas[draw_id], self._draws[draw_id]
         self._progress()
         self._room.set()
@@ -233,6 +288,81 @@ class Pipeline:
             self.stats.step_metrics(self._now(), self.queue, self.fleet, metas, batch, report),
             metas,
         )
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    async def _save_if_due(self, group: asyncio.TaskGroup) -> None:
+        """Write a checkpoint of this moment: nothing has happened since the step was taken in."""
+        version = self.queue.version
+        if self.saver is None or not self.saver.due(version):
+            return
+        self.doing = f"copying the state of version {version}"
+        started = self._now()
+        rest = await self.saver.begin(version, self.state())
+        self.stats.checkpointed(self._now() - started)
+        self._progress()
+        if rest is not None:
+            group.create_task(_awaited(rest))
+
+    def state(self) -> dict[str, Any]:
+        """All that the driver knows and a resumed run needs, as plain values. A group that the
+        learner trains right now counts as not trained."""
+        queue = self.queue.state()
+        live = [
+            LiveDraw(draw=self._draws[draw_id], attempt=attempt, oldest=oldest)
+            for draw_id, (attempt, oldest) in queue["live"].items()
+        ]
+        return {
+            "version": queue["version"],
+            "published": self.broadcast.published,
+            "publications": self.broadcast.count,
+            "source": self.source.state(),
+            "ledger": queue["ledger"],
+            "live": [run_state.pack_draw(draw) for draw in live],
+            "stats": self.stats.state(),
+            "overdue": dict(self._overdue),
+            "judged": self._judged,
+            "judgements_failed": self._judgements_failed,
+            "evaluations": run_state.pack_reports(self.eval_reports),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`; before `run`, with a learner that has restored the same version.
+
+        Raises:
+            ConfigError: the prompts are others, or come in another order.
+            CheckpointError: the state is malformed.
+        """
+        try:
+            version = int(state["version"])
+            self.source.restore(state["source"])
+            run, prompt_of = self.config.run.name, self.source.prompt
+            live = [run_state.unpack_draw(packed, run, prompt_of) for packed in state["live"]]
+            self._draws = {one.draw.draw_id: one.draw for one in live}
+            delay = self.config.weights.delay
+            gone = self.queue.restore(
+                version,
+                state["ledger"],
+                {one.draw.draw_id: (one.attempt, one.oldest) for one in live},
+                floor=version if version > delay else 0,
+                now=self._now(),
+            )
+            self.stats.restore(state["stats"], self.queue)
+            self._overdue = Counter(state["overdue"])
+            self._judged = int(state["judged"])
+            self._judgements_failed = int(state["judgements_failed"])
+            self.eval_reports[:] = run_state.unpack_reports(state["evaluations"])
+            self.broadcast.count = int(state["publications"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's state is malformed: {type(error).__name__} {error}"
+            ) from error
+        for draw_id in gone:
+            self.source.put_back(self._draws.pop(draw_id).prompt)
+        if gone:
+            log.warning("%d live groups fit no step any more; their prompts come again", len(gone))
+        self._resumed = True
+        self._room.set()
 
     # ---- forming a batch -----------------------------------------------------------------------
 
@@ -438,6 +568,7 @@ class Pipeline:
                     continue
                 target = self._target_version()
                 worker.updating = True
+                faults.reach("mid_broadcast")
                 try:
                     updated = await within(
                         self.config.weights.update_timeout_s,
@@ -686,3 +817,7 @@ class Pipeline:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+async def _awaited(rest: Awaitable[None]) -> None:
+    await rest

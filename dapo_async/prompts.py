@@ -264,6 +264,11 @@ class PromptSource:
         self._order = self._order_of(0)
 
     @property
+    def fingerprint(self) -> str:
+        """A hash of the data."""
+        return self._fingerprint
+
+    @property
     def epoch(self) -> int:
         return self._epoch
 
@@ -281,6 +286,10 @@ class PromptSource:
         position = self._position
         self._position += 1
         return Drawn(self._epoch, position, prompt)
+
+    def prompt(self, row_id: str) -> Prompt:
+        """The row of this id. Unknown ids: KeyError."""
+        return self._by_id[row_id]
 
     def put_back(self, prompt: Prompt) -> None:
         """Draw this prompt again before any other, under a new position."""

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dapo_async.errors import GateError
 from dapo_async.types import DrawId, LeaseId
@@ -43,6 +43,29 @@ class Ledger:
     @property
     def live(self) -> int:
         return len(self._live)
+
+    def state(self) -> dict[str, Any]:
+        """The counts as plain values, for a checkpoint."""
+        return {
+            "drawn": self.drawn,
+            "trained": self.trained,
+            "filtered": dict(self.filtered),
+            "dropped": dict(self.dropped),
+            "late": self.late,
+            "reissued": self.reissued,
+        }
+
+    def restore(self, state: Mapping[str, Any], live: Iterable[DrawId]) -> None:
+        """Go on from counts taken by `state`.
+
+        Raises:
+            GateError: they don't balance with the draws that are live.
+        """
+        self.drawn, self.trained = state["drawn"], state["trained"]
+        self.filtered, self.dropped = Counter(state["filtered"]), Counter(state["dropped"])
+        self.late, self.reissued = state["late"], state["reissued"]
+        self._live = set(live)
+        self.check()
 
     def draw(self, draw_id: DrawId) -> None:
         if draw_id in self._live:
@@ -128,6 +151,9 @@ class ReplayQueue:
         self.depth = depth
         self.oversample = oversample
         self.version = version
+        self.floor = 0
+        """Workers of older versions start nothing: after a resume, those that haven't loaded what
+        it published."""
         self.ledger = Ledger()
         self.filtered_while_waiting = 0
         """Groups filtered since the last batch was formed, while the learner waited."""
@@ -137,6 +163,8 @@ class ReplayQueue:
         self._complete = 0
         self._lost: set[DrawId] = set()
         self._training: tuple[DrawId, ...] = ()
+        self._in_training: dict[DrawId, tuple[int, int]] = {}
+        """Attempt and oldest version of the groups in training."""
 
     # ---- what is there -------------------------------------------------------------------------
 
@@ -197,7 +225,7 @@ class ReplayQueue:
 
     def can_admit(self, worker_version: int) -> bool:
         """May a worker that has proven `worker_version` start one more group?"""
-        if self.live >= self.live_limit:
+        if self.live >= self.live_limit or worker_version < self.floor:
             return False
         deadline = worker_version + self.max_staleness
         due = {**self._due, deadline: self._due[deadline] + 1}
@@ -324,8 +352,10 @@ class ReplayQueue:
         for draw_id in surplus:
             self.drop(draw_id, "surplus")
         step = self.step
+        self._in_training = {}
         for draw_id in batch:
             group = self._waiting.pop(draw_id)
+            self._in_training[draw_id] = (group.attempt, group.oldest)
             self._drop_due(group.oldest + self.max_staleness)
             self._complete -= 1
         self._training = tuple(sorted(batch))
@@ -423,6 +453,49 @@ class ReplayQueue:
         self.version += 1
         self.ledger.check()
         return self.version
+
+    # ---- event: resume -------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs: version, ledger, and every live group as the attempt that was
+        last started and the oldest version its tokens might have had.
+
+        A group in training counts as live: until the optimizer has committed it isn't trained.
+        """
+        live = {draw_id: (g.attempt, g.oldest) for draw_id, g in self._waiting.items()}
+        live |= {draw_id: self._in_training[draw_id] for draw_id in self._training}
+        return {
+            "version": self.version,
+            "ledger": self.ledger.state(),
+            "live": {draw_id: live[draw_id] for draw_id in sorted(live)},
+        }
+
+    def restore(
+        self,
+        version: int,
+        ledger: Mapping[str, Any],
+        live: Mapping[DrawId, tuple[int, int]],
+        floor: int,
+        now: float,
+    ) -> list[DrawId]:
+        """Go on from a `state`, in a new queue. Its groups are lost ones: their workers and
+        payloads are gone, so each is issued again, to a worker of at least `floor`.
+
+        Deadlines only move later by that, so what held when the state was taken holds now; where
+        η, B or the last step have changed since, groups that no longer fit end as `resume_bound`
+        and are returned, so that their prompts are drawn again.
+
+        Raises:
+            GateError: the ledger doesn't balance.
+        """
+        self.version, self.floor = version, floor
+        self.ledger.restore(ledger, live)
+        for draw_id, (attempt, oldest) in live.items():
+            oldest = max(oldest, floor)
+            self._waiting[draw_id] = _Group(attempt, oldest, since=now, leased=False)
+            self._due[oldest + self.max_staleness] += 1
+            self._lost.add(draw_id)
+        return self.rebound()
 
     # ---- event: η or B changed -----------------------------------------------------------------
 

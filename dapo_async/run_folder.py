@@ -15,20 +15,26 @@ from typing import Any
 from dapo_async import config as configs
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError
+from dapo_async.metrics import read_jsonl
 
 log = logging.getLogger("dapo_async")
 
 
 class RunFolder:
     """`<run.dir>/<run.name>/`: config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.png,
-    tensorboard/, checkpoint/.
+    tensorboard/, checkpoints/, checkpoint/.
+
+    Args:
+        resume: leave what is there until it is known what to do with it: `begin`, `start_anew` or
+            `go_on` comes next.
 
     Raises:
         ConfigError: another process uses it, it holds an earlier run and `run.overwrite` is off,
             files in it were left by no run, or it can't be written.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, resume: bool = False) -> None:
+        self._config = config
         self.path = Path(config.run.dir) / config.run.name
         self._lost_lines = 0
         try:
@@ -43,19 +49,60 @@ class RunFolder:
         except OSError:
             self._lock.seek(0)
             owner = self._lock.read().strip() or "another process"
+            self._lock.close()
             raise ConfigError(f"the run folder {self.path} is in use by {owner}") from None
+        if resume:
+            return
         try:
-            self._clear(config.run.overwrite)
-            self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self._lock.flush()
-            (self.path / "config.yaml").write_text(configs.dump(config), encoding="utf-8")
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"the run folder {self.path} can't be written: {error}") from None
+            self.begin(config.run.overwrite)
         except ConfigError:
             self.close()
             raise
+
+    def begin(self, overwrite: bool) -> None:
+        """Make it the folder of a new run. Raises ConfigError, as the constructor."""
+        try:
+            self._clear(overwrite)
+            self._sign()
+        except OSError as error:
+            raise ConfigError(f"the run folder {self.path} can't be written: {error}") from None
+
+    def start_anew(self) -> None:
+        """`begin`, whatever is there."""
+        self.begin(overwrite=True)
+
+    def go_on(self, step: int) -> None:
+        """Make it the folder of a run that goes on after `step`: samples of later steps go.
+        (metrics.jsonl is cut by who writes it.)
+
+        Raises:
+            ConfigError: it can't be written.
+        """
+        try:
+            samples = self.path / "samples.jsonl"
+            if samples.is_file():
+                lines = samples.read_text(encoding="utf-8", errors="replace").splitlines()
+                kept = [line for line in lines if 0 <= _step_of(line) <= step]
+                aside = self.path / ".samples.tmp"
+                aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+                aside.replace(samples)
+            self._sign()
+        except OSError as error:
+            raise ConfigError(f"the run folder {self.path} can't be written: {error}") from None
+
+    def progress(self) -> int:
+        """The last step that its metrics tell of; 0 for none."""
+        try:
+            rows = read_jsonl(self.path / "metrics.jsonl")
+        except OSError:
+            return 0
+        return max((row["step"] for row in rows), default=0)
+
+    def _sign(self) -> None:
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        (self.path / "config.yaml").write_text(configs.dump(self._config), encoding="utf-8")
 
     def _refuse_foreign(self) -> None:
         """Before anything is touched: `run.overwrite` must never delete what no run has left."""
@@ -101,3 +148,11 @@ class RunFolder:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk, with the owner's name not yet written
             self._lock.close()
+
+
+def _step_of(line: str) -> int:
+    """Of a line of samples.jsonl; -1 for a broken one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return -1

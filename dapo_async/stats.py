@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dapo_async import evaluation
 from dapo_async.fleet import Fleet, Updated
@@ -38,10 +39,37 @@ class StepStats:
         self._kept = 0
         self._reissued_before = 0
         self._filtered_before: Counter[str] = Counter()
+        self._elapsed_earlier = self._fleet_idle_earlier = 0.0
+        """Of the run before it was resumed."""
+        self._checkpoint_in_step = 0.0
 
     def start(self, now: float) -> None:
         self._started_at = self._step_started_at = now
         self._idle_since = now
+
+    def state(self) -> dict[str, Any]:
+        """What goes on after a resume, as plain values: sums over the run."""
+        return {
+            "staleness": [[age, count] for age, count in sorted(self.staleness.items())],
+            "rollout_tokens": self.rollout_tokens,
+            "train_tokens": self.train_tokens,
+            "learner_idle_s": self.learner_idle_s,
+            "fleet_idle_s": self.fleet_idle_s,
+            "elapsed_s": self.elapsed_s,
+            "last_step_s": self.last_step_s,
+        }
+
+    def restore(self, state: Mapping[str, Any], queue: ReplayQueue) -> None:
+        """Go on from a `state`; before `start`. Time between the runs doesn't count."""
+        self.staleness = Counter({int(age): int(count) for age, count in state["staleness"]})
+        self.rollout_tokens = int(state["rollout_tokens"])
+        self.train_tokens = int(state["train_tokens"])
+        self.learner_idle_s = float(state["learner_idle_s"])
+        self.fleet_idle_s = self._fleet_idle_earlier = float(state["fleet_idle_s"])
+        self.elapsed_s = self._elapsed_earlier = float(state["elapsed_s"])
+        self.last_step_s = float(state["last_step_s"])
+        self._reissued_before = queue.ledger.reissued
+        self._filtered_before = Counter(queue.ledger.filtered)
 
     def group(self, meta: GroupMeta) -> None:
         """A group came out of the rollout workers, kept or not."""
@@ -66,6 +94,10 @@ class StepStats:
     def published(self, seconds: float) -> None:
         """The learner was held by publishing for so long (it counts as idle)."""
         self._publish_in_step += seconds
+
+    def checkpointed(self, seconds: float) -> None:
+        """The learner was held by copying its state for so long (it counts as idle)."""
+        self._checkpoint_in_step += seconds
 
     def updated(self, updated: Updated) -> None:
         """A worker has loaded a version."""
@@ -108,8 +140,11 @@ class StepStats:
             "replay/dropped": ledger.dropped.total(),
             "staleness/bound": queue.max_staleness,
             "perf/step_s": step_s,
-            "perf/wait_for_batch_s": max(0.0, self._idle_in_step - self._publish_in_step),
+            "perf/wait_for_batch_s": max(
+                0.0, self._idle_in_step - self._publish_in_step - self._checkpoint_in_step
+            ),
             "perf/publish_s": self._publish_in_step,
+            "perf/checkpoint_s": self._checkpoint_in_step,
             "perf/relay_s": self._relay_in_step,
             "perf/update_s": self._busy_in_step,
             "perf/learner_idle_share": min(1.0, self._idle_in_step / step_s),
@@ -123,14 +158,14 @@ class StepStats:
         self._step_started_at = now
         self.last_step_s = step_s
         self._idle_in_step = self._publish_in_step = self._busy_in_step = 0.0
-        self._relay_in_step = 0.0
+        self._relay_in_step = self._checkpoint_in_step = 0.0
         self._updates = []
         self._fleet_idle_before = idle_now
         self._judged = []
         self._kept = 0
         self._reissued_before = ledger.reissued
-        self.elapsed_s = now - self._started_at
-        self.fleet_idle_s = idle_now
+        self.elapsed_s = self._elapsed_earlier + now - self._started_at
+        self.fleet_idle_s = self._fleet_idle_earlier + idle_now
         return metrics
 
     def _filter_metrics(self, queue: ReplayQueue) -> dict[str, float]:

@@ -158,6 +158,13 @@ class WeightStore:
         remove_abandoned(self.root, _GONE_PREFIX)
         return tuple(doomed)
 
+    def rewind(self, version: int) -> None:
+        """The learner goes on from `version`: forget it and what came after it, so that they can be
+        written again. Readers keep what they have mapped."""
+        for later in [later for later in self.versions() if later >= version]:
+            self._folder(later).rename(self.root / f"{_GONE_PREFIX}{later}")
+        remove_abandoned(self.root, _GONE_PREFIX)
+
     # ---- reading -----------------------------------------------------------------------------
 
     def versions(self) -> list[int]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from dapo_async.types import Canary
-from learner.model import Policy, pack
+from learner.model import Policy
+from learner.packed import pack
 
 CANARY_TOKENS = 32
 _SEED = 20
@@ -32,16 +33,18 @@ def canary_ids(vocab_size: int, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
 def canary_of(model: nn.Module) -> Canary:
     """The log-probs at temperature 1, the softmax in float32, of the fixed text.
 
-    The model is a Hugging Face causal language model, on any device. Its modes are left as they
-    were and no random number is drawn.
+    The model is a Hugging Face causal language model or a `Policy`, on any device. Its modes are
+    left as they were and no random number is drawn. At ZeRO-3 all ranks must call this, with the
+    policy.
     """
-    config: Any = cast(Any, model).config
+    policy = model if isinstance(model, Policy) else Policy(model)
+    config: Any = policy.config
     limit: int | None = getattr(config, "max_position_embeddings", None)
     ids = canary_ids(int(config.vocab_size), min(CANARY_TOKENS, limit or CANARY_TOKENS))
     ids_C = np.array(ids)
     device = next(model.parameters()).device
     with _evaluating(model):
-        logprobs, _ = Policy(model)(pack([ids_C[:1]], [ids_C[1:]]).to(device), 1.0)
+        logprobs, _ = policy(pack([ids_C[:1]], [ids_C[1:]]).to(device), 1.0, alone=True)
     return Canary(token_ids=ids, logprobs=tuple(logprobs.tolist()))
 
 

@@ -34,6 +34,12 @@ class PayloadStore:
                 self._expired.add(lease_id)
             self._drop(lease_id)
 
+    def clear(self) -> None:
+        """The learner has gone back: leases of the same name will come again."""
+        self._frames.clear()
+        self._expired.clear()
+        self._bytes = 0
+
     def _drop(self, lease_id: bytes) -> None:
         self._bytes -= len(self._frames.pop(lease_id, b""))
 

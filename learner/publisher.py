@@ -3,26 +3,38 @@
 Publishing has two halves. `publish` copies the weights into shared memory before it returns, so
 that the next optimizer step can't mix two versions; checks, checksums and the rename that makes
 the version visible run in a background thread, while training goes on. The canary belongs to the
-snapshot: it is computed from the very weights that are copied. ZeRO-1 keeps the weights whole on
-every rank: rank 0 alone publishes.
+snapshot: it is computed from the very weights that are copied.
+
+Up to ZeRO-2 the weights are whole on every rank, and rank 0 alone publishes and saves. At ZeRO-3
+each rank has a share of every tensor: `whole_weights` gathers them bucket by bucket, which all must
+do together, and whoever fails goes on to the end of it, so that nobody waits for ever.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from dapo_async.errors import CheckpointError
 from dapo_async.types import WeightVersion
 from dapo_async.weights import WeightStore
 from learner.canary import canary_of
+from learner.model import Policy
+
+GATHER_BYTES = 256 << 20
+"""What is whole of a model at ZeRO-3 while it is gathered."""
+FILE_BYTES = 4 << 30
+"""Largest file of a saved model at ZeRO-3."""
 
 # What a tokenizer may consist of; weights and the model's own config are written anew.
 _TOKENIZER_FILES = (
@@ -39,12 +51,85 @@ _TOKENIZER_FILES = (
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The entries of `model.state_dict()`, a tied weight only under its first name."""
+    """The entries of the model's `state_dict()`, a tied weight only under its first name; at ZeRO-3
+    without their values."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in _unwrapped(model).state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, cast(Tensor, tensor).detach()
+            yield name, cast(Tensor, tensor)
+
+
+def weight_shapes(model: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of every weight, whole at any stage."""
+    return [
+        (
+            name,
+            str(weight.dtype).removeprefix("torch."),
+            tuple(cast(Any, weight).ds_shape if is_sharded(weight) else weight.shape),
+        )
+        for name, weight in named_weights(model)
+    ]
+
+
+def whole_weights(
+    model: nn.Module,
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Every weight with its values, each to be used before the next one is asked for. At ZeRO-3 all
+    ranks go through all of it; no more than a bucket is whole at once."""
+    bucket: list[tuple[str, Tensor]] = []
+    for name, weight in named_weights(model):
+        if not is_sharded(weight):
+            yield name, weight.detach()
+            continue
+        bucket.append((name, weight))
+        if len(bucket) > 1 and sum(_whole_bytes(w) for _, w in bucket) > GATHER_BYTES:
+            yield from gathered(bucket[:-1])
+            bucket = bucket[-1:]
+    if bucket:
+        yield from gathered(bucket)
+
+
+def gathered(bucket: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of one bucket, whole until the last has been used."""
+    import deepspeed  # pyright: ignore[reportMissingTypeStubs]
+
+    with cast(Any, deepspeed).zero.GatheredParameters([weight for _, weight in bucket]):
+        for name, weight in bucket:
+            yield name, weight.detach()
+        if bucket[0][1].is_cuda:  # copies under way still read what is about to be freed
+            torch.cuda.synchronize(bucket[0][1].device)
+
+
+def is_sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "ds_id")
+
+
+def _whole_bytes(weight: Tensor) -> int:
+    return int(cast(Any, weight).ds_numel) * weight.element_size()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.model if isinstance(model, Policy) else model
+
+
+def go_along(weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Take part in what is left of a gathering."""
+    for _ in weights:
+        pass
+
+
+def join_publish(model: nn.Module) -> None:
+    """What the other ranks do while rank 0 publishes: at ZeRO-3 it needs them."""
+    if any(map(is_sharded, model.parameters())):
+        canary_of(model)
+        go_along(whole_weights(model))
+
+
+def join_save(model: nn.Module) -> None:
+    """What the other ranks do while rank 0 saves."""
+    if any(map(is_sharded, model.parameters())):
+        go_along(whole_weights(model))
 
 
 class Publisher:
@@ -57,37 +142,43 @@ class Publisher:
     def publish(self, version: int, model: nn.Module) -> Future[WeightVersion]:
         """Take the snapshot now, finish in the background; the manifest comes with the future.
 
-        The model is a Hugging Face causal language model; it is left as it was. The future fails
-        with `NonFiniteWeights` when a tensor or the canary holds inf or nan: then nothing was
-        published and engines keep the version they have.
+        The model is a Hugging Face causal language model or a `Policy`; it is left as it was. At
+        ZeRO-3 it is the policy, and the other ranks call `join_publish`. The future fails with
+        `NonFiniteWeights` when a tensor or the canary holds inf or nan: then nothing was published
+        and engines keep the version they have.
 
         Raises:
             ValueError: the version isn't newer than the latest.
             OSError: not enough shared memory.
         """
-        weights = list(named_weights(model))
-        shapes = [
-            (name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights
-        ]
-        writer = self._store.begin(version, shapes)
+        canary = canary_of(model)
+        weights = whole_weights(model)
         try:
-            for name, tensor in weights:
-                writer.copy(name, tensor)
-            return self._thread.submit(writer.commit, canary_of(model))
-        except BaseException:
-            writer.abort()
-            raise
+            writer = self._store.begin(version, weight_shapes(model))
+            try:
+                for name, tensor in weights:
+                    writer.copy(name, tensor)
+                return self._thread.submit(writer.commit, canary)
+            except BaseException:
+                writer.abort()
+                raise
+        finally:
+            go_along(weights)
 
     def close(self) -> None:
         """Finish what is under way."""
         self._thread.shutdown(wait=True)
 
 
+# ---- Hugging Face folders ------------------------------------------------------------------------
+
+
 def save_hf(model: nn.Module, tokenizer_from: str | Path, path: str | Path) -> None:
     """Write a folder that transformers loads: safetensors, config, the tokenizer's files.
 
     It is written beside `path` and renamed when it is complete. An older folder at `path` is
-    replaced. The saved config has dropout 0, as it was trained.
+    replaced. The saved config has dropout 0, as it was trained. At ZeRO-3 the other ranks call
+    `join_save`.
 
     Raises:
         CheckpointError: the folder can't be written; nothing is left behind and an older one is
@@ -95,10 +186,16 @@ def save_hf(model: nn.Module, tokenizer_from: str | Path, path: str | Path) -> N
     """
     target = Path(path).absolute()
     unfinished: Path | None = None
+    model = _unwrapped(model)
+    sharded = any(map(is_sharded, model.parameters()))
+    weights = whole_weights(model) if sharded else iter(())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        cast(Any, model).save_pretrained(unfinished)
+        if sharded:
+            _write_sharded(model, weights, unfinished)
+        else:
+            cast(Any, model).save_pretrained(unfinished)
         for pattern in _TOKENIZER_FILES:
             for file in Path(tokenizer_from).glob(pattern):
                 if file.is_file():
@@ -109,8 +206,45 @@ def save_hf(model: nn.Module, tokenizer_from: str | Path, path: str | Path) -> N
     except OSError as error:
         raise CheckpointError(f"the model can't be saved to {target}: {error}") from error
     finally:
+        go_along(weights)
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_sharded(model: nn.Module, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """As `save_pretrained` does, one file after another: the whole model is never in memory."""
+    from safetensors.torch import save_file
+
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    room = FILE_BYTES
+    sizes: dict[str, int] = {}
+    for name, dtype, shape in weight_shapes(model):
+        sizes[name] = math.prod(shape) * getattr(torch, dtype).itemsize
+        if files[-1] and sizes[name] > room:
+            files.append({})
+            room = FILE_BYTES
+        files[-1][name] = shape
+        room -= sizes[name]
+    index: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        one = len(files) == 1
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        held: dict[str, Tensor] = {}
+        for name, weight in weights:
+            held[name] = weight.to("cpu", copy=True).contiguous()
+            index[name] = file_name
+            if len(held) == len(file):
+                break
+        save_file(held, folder / ("model.safetensors" if one else file_name), {"format": "pt"})
+    if len(files) > 1:
+        tree = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(tree, indent=2))
+    config: Any = cast(Any, model).config
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
 
 
 def _sync(folder: Path) -> None:

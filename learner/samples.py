@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dapo_async.config import Config, Ramp, at, values
 from dapo_async.errors import ConfigError, GateError, RunError
-from dapo_async.types import Batch, Completion, DrawId, Group, SampleRef
-from learner.model import PackedBatch, Temperature, pack
+from dapo_async.types import Batch, Completion, DrawId, Group, Minibatch, SampleRef
+from learner.logprobs import Temperature
+from learner.packed import PackedBatch, pack
 
 SampleKey = tuple[DrawId, int]
 
@@ -114,6 +115,31 @@ def build(batch: Batch, groups: Mapping[DrawId, Group], refs: Sequence[SampleRef
         ),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
     )
+
+
+def log_prob_passes(
+    minibatches: Sequence[Minibatch], replica: int, cap: int
+) -> list[tuple[SampleRef, ...]]:
+    """One rank's samples that are first trained after an update, in forwards of up to `cap` tokens
+    (one sample at least)."""
+    first, *others = (
+        [ref for micro in minibatch.micro_batches[replica] for ref in micro]
+        for minibatch in minibatches
+    )
+    known = {(ref.draw_id, ref.trajectory_index) for ref in first}
+    passes: list[list[SampleRef]] = []
+    room = 0
+    for ref in (ref for minibatch in others for ref in minibatch):
+        key = (ref.draw_id, ref.trajectory_index)
+        if key in known:
+            continue
+        known.add(key)
+        if ref.tokens > room:
+            passes.append([])
+            room = cap
+        passes[-1].append(ref)
+        room -= ref.tokens
+    return [tuple(refs) for refs in passes]
 
 
 def _dummy() -> MicroBatch:

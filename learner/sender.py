@@ -42,7 +42,7 @@ from dapo_async.types import Canary, TensorSpec, WeightVersion
 from dapo_async.weight_buckets import BUCKET_BYTES, cut, nbytes
 from dapo_async.weights import NonFiniteWeights
 from learner.canary import canary_of
-from learner.publisher import named_weights
+from learner.publisher import go_along, weight_shapes, whole_weights
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -134,23 +134,26 @@ class WeightSender:
             ValueError: the version isn't newer than the latest.
             OSError: not enough memory.
         """
-        if version <= self._taken:
-            raise ValueError(f"version {version} must be newer than the latest, {self._taken}")
-        weights = dict(named_weights(model))
-        shapes = [
-            (name, str(w.dtype).removeprefix("torch."), tuple(w.shape))
-            for name, w in weights.items()
-        ]
-        specs, _ = plan(shapes)
-        buckets = cut(specs.values(), self._bucket_bytes)
-        memory = tuple(_allocate(nbytes(bucket)) for bucket in buckets)
-        for bucket, bytes_ in zip(buckets, memory, strict=True):
-            for spec, place in _places(bucket, bytes_):
-                place.copy_(weights[spec.name], non_blocking=True)
+        canary = canary_of(model)
+        weights = whole_weights(model)
+        try:
+            if version <= self._taken:
+                raise ValueError(f"version {version} must be newer than the latest, {self._taken}")
+            specs, _ = plan(weight_shapes(model))
+            buckets = cut(specs.values(), self._bucket_bytes)
+            memory = tuple(_allocate(nbytes(bucket)) for bucket in buckets)
+            places = {
+                spec.name: place
+                for bucket, bytes_ in zip(buckets, memory, strict=True)
+                for spec, place in _places(bucket, bytes_)
+            }
+            for name, weight in weights:
+                places[name].copy_(weight, non_blocking=True)
+        finally:
+            go_along(weights)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._taken = version
-        canary = canary_of(model)
         return self._thread.submit(
             self._commit, Snapshot(version, memory), tuple(specs.values()), canary
         )

@@ -1,12 +1,13 @@
-"""The learner's training step on DeepSpeed ZeRO-1: one `Trainer` per rank.
+"""The learner's training step on DeepSpeed ZeRO: one `Trainer` per rank.
 
     step(batch, groups)
       1  check      every sample of this rank's share; one bad sample refuses the step on all ranks
       2  proximal   log-probs at the start of the step, where they don't come free (see below)
       3  per minibatch, the unit of one optimizer update:
-           forward, off-policy correction, loss, backward   per micro-batch, gradients stay local
-           agree      all ranks finite? else all skip, and nothing changes
-           update     gradients are averaged over ranks, clipped, AdamW
+           forward, off-policy correction, loss, backward   per micro-batch
+           agree      is the loss finite on all ranks?
+           update     is the gradient? then it is clipped, and AdamW
+                      if either isn't, all skip and nothing changes
       4  report     one collective over sums and maxima: equal on every rank
 
 The first minibatch of a step is the policy at the start of the step, so its proximal log-probs
@@ -14,20 +15,18 @@ are those of its own forward and its ratio is exactly 1. With `proximal: recompu
 minibatches get a forward without gradient before the first update; further epochs use the same
 values again.
 
+With `learner.sequence_parallel_size` sp, ranks i·sp … i·sp + sp − 1 are one replica: they get the
+same micro-batches and each computes a slice of the tokens (`learner.sequence_parallel`).
+
 Shape suffixes: S samples of a micro-batch, R their response tokens.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import socket
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -38,79 +37,30 @@ from dapo_async.config import Config
 from dapo_async.errors import ConfigError, DivergedError, GateError, RunError
 from dapo_async.loss import LossParams, LossSums, policy_loss, proximal_logprobs
 from dapo_async.types import Batch, DrawId, Group, Minibatch, SampleRef, StepReport
+from learner.deepspeed_config import DTYPES, check_device, drop_gradients, start_engine
 from learner.model import Policy, load_policy
-from learner.samples import MicroBatch, SampleKey, build, check_share
-
-REDUCE_BUCKET = 50_000_000
-"""Elements of one gradient all-reduce."""
+from learner.pool import Pool
+from learner.samples import MicroBatch, SampleKey, build, check_share, log_prob_passes
+from learner.sequence_parallel import SequenceParallel, check_heads
 
 # What a rank tells the others when it refuses its share; the worst is raised everywhere.
 _REFUSALS: tuple[type[RunError], ...] = (RunError, ConfigError, GateError)
 
 
-@dataclass(slots=True)
-class _Pool:
-    """Sums, weights and maxima of a step, pooled over micro-batches and then over ranks."""
-
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    maxima: dict[str, float] = field(default_factory=dict[str, float])
-
-    def add(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        for name, (total, weight) in sums.items():
-            old_total, old_weight = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (old_total + total, old_weight + weight)
-
-    def raise_to(self, maxima: Mapping[str, float]) -> None:
-        for name, value in maxima.items():
-            self.maxima[name] = max(value, self.maxima.get(name, value))
-
-    def over_ranks(self, world: int, device: torch.device) -> _Pool:
-        """One collective. The names follow from the config, so every rank has the same."""
-        names, tops = sorted(self.sums), sorted(self.maxima)
-        flat = [x for name in names for x in self.sums[name]] + [self.maxima[top] for top in tops]
-        mine = torch.tensor(flat, dtype=torch.float64, device=device)
-        ranks = [torch.empty_like(mine) for _ in range(world)]
-        torch.distributed.all_gather(ranks, mine)
-        table = torch.stack(ranks)
-        split = 2 * len(names)
-        pairs = table[:, :split].sum(0).view(-1, 2).tolist()
-        return _Pool(
-            sums={
-                name: (total, weight) for name, (total, weight) in zip(names, pairs, strict=True)
-            },
-            maxima=dict(zip(tops, table[:, split:].amax(0).tolist(), strict=True)),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Pooled means (of what was measured at all), maxima, effective sample sizes."""
-        found = {name: total / weight for name, (total, weight) in self.sums.items() if weight}
-        squares = [name for name in found if "/weight_sq" in name]
-        for name in squares:
-            plain, share = (name.replace("weight_sq", new) for new in ("weight", "ess"))
-            found[share] = off_policy.effective_share(self.sums[plain], self.sums[name])
-            del found[name]
-        tops = {
-            name: value
-            for name, value in self.maxima.items()
-            if name.replace("weight_max", "weight") in found or "weight_max" not in name
-        }
-        return found | tops
-
-
 class Trainer:
-    """One learner rank: the model, its ZeRO-1 optimizer and the training step.
+    """One learner rank: the model, its share of the optimizer and the training step.
 
     Args:
-        rank, world: of the data-parallel group; with `world` > 1 every rank makes a Trainer and
-            calls the same methods in the same order.
+        rank, world: of all ranks; with `world` > 1 every rank makes a Trainer and calls the same
+            methods in the same order.
         master_addr, master_port: where rank 0 is met; not used when torch.distributed is already
             initialised.
         model_path: instead of `config.model.path` (a checkpoint's model).
         version: completed steps (after a resume).
 
     Raises:
-        ConfigError: a model that can't be loaded or isn't supported, or no GPU for
-            `learner.device: cuda`.
+        ConfigError: a model that can't be loaded, isn't supported or can't be split into
+            `learner.sequence_parallel_size`, or settings that this machine can't do.
     """
 
     def __init__(
@@ -130,22 +80,25 @@ class Trainer:
         self.torn = False
         """Weights between two versions: a step was updating, or failed after an update."""
         self.skipped_in_a_row = 0
-        if config.learner.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "`learner.device: cuda` needs a GPU, and torch "
-                f"{torch.__version__} sees none in rank {rank}"
-            )
-        torch.set_num_threads(config.learner.threads_per_rank)
+        learner = config.learner
+        check_device(config)
+        torch.set_num_threads(learner.threads_per_rank)
         self._owns_group = not torch.distributed.is_initialized()
-        bf16 = config.learner.precision == "bf16"
         policy = load_policy(
             model_path or config.model.path,
             config.model.attention,
-            torch.bfloat16 if bf16 else torch.float32,
-            chunk=config.learner.logprob_chunk,
+            DTYPES[learner.precision],
+            chunk=learner.logprob_chunk,
+            checkpointing=learner.gradient_checkpointing,
         )
-        self.engine: Any = _start_engine(config, policy, rank, world, master_addr, master_port)
+        size = learner.sequence_parallel_size
+        check_heads(policy.config, size)
+        self.replica, self.replicas = rank // size, world // size
+        """Which micro-batches are ours, and of how many."""
+        self.engine: Any = start_engine(config, policy, rank, world, master_addr, master_port)
         self.device = torch.device(self.engine.device)
+        if size > 1:
+            policy.sequence_parallel = SequenceParallel(rank, world, size)
 
     @property
     def policy(self) -> Policy:
@@ -153,7 +106,8 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The Hugging Face model with the current weights, whole on every rank."""
+        """The Hugging Face model with the current weights: whole on every rank up to ZeRO-2, in
+        shares at ZeRO-3 (see `learner.publisher.whole_weights`)."""
         return self.policy.model
 
     # ---- the step ----------------------------------------------------------------------------
@@ -173,13 +127,13 @@ class Trainer:
         plan: list[list[MicroBatch]] = []
         for minibatch in batch.minibatches:
             plan.append([])
-            for refs in minibatch.micro_batches[self.rank]:
+            for refs in minibatch.micro_batches[self.replica]:
                 if refs not in built:  # every epoch repeats the same micro-batches
                     built[refs] = self._to_device(build(batch, groups, refs))
                 plan[-1].append(built[refs])
         pool = self._empty_pool()
         self._count_samples(pool, share, batch.version, groups)
-        proximal = self._recompute(plan)
+        proximal = self._recompute(batch, groups, plan)
         skipped = 0
         for index, micro_batches in enumerate(plan):
             started = index > 0
@@ -196,11 +150,11 @@ class Trainer:
         refusal: RunError | None = None
         share: list[SampleRef] = []
         try:
-            _check_plan(batch, self.version, self.world)
+            _check_plan(batch, self.version, self.replicas)
             once: dict[SampleKey, SampleRef] = {
                 (ref.draw_id, ref.trajectory_index): ref
                 for minibatch in batch.minibatches
-                for refs in minibatch.micro_batches[self.rank]
+                for refs in minibatch.micro_batches[self.replica]
                 for ref in refs
             }
             share = list(once.values())
@@ -217,15 +171,30 @@ class Trainer:
             )
         return share
 
-    def _recompute(self, plan: Sequence[Sequence[MicroBatch]]) -> dict[SampleKey, Tensor]:
+    def _recompute(
+        self, batch: Batch, groups: Mapping[DrawId, Group], plan: Sequence[Sequence[MicroBatch]]
+    ) -> dict[SampleKey, Tensor]:
         """Proximal log-probs of all samples that are first trained after an update."""
         proximal: dict[SampleKey, Tensor] = {}
         if self.config.algorithm.proximal != "recompute" or len(plan) == 1:
             return proximal
-        first = {key for micro in plan[0] for key in micro.keys_S}
-        for micro in (micro for minibatch in plan[1:] for micro in minibatch):
-            if all(key in first or key in proximal for key in micro.keys_S):
-                continue
+        cap = self.config.learner.logprob_tokens_per_microbatch
+        if cap is None:
+            first = {key for micro in plan[0] for key in micro.keys_S}
+            passes: list[MicroBatch] = []
+            for micro in (micro for minibatch in plan[1:] for micro in minibatch):
+                if not first.issuperset(micro.keys_S):
+                    passes.append(micro)
+                    first.update(micro.keys_S)
+        else:
+            passes = [
+                self._to_device(build(batch, groups, refs))
+                for refs in log_prob_passes(batch.minibatches, self.replica, cap)
+            ]
+        if self.config.learner.zero_stage == 3:  # a forward gathers parameters from all ranks
+            dummies = self._highest(len(passes)) - len(passes)
+            passes += [self._to_device(build(batch, groups, ()))] * dummies
+        for micro in passes:
             with torch.no_grad():
                 logprobs_R, _ = self.policy(micro.packed, micro.temperature)
             _remember(proximal, micro, logprobs_R)
@@ -238,7 +207,7 @@ class Trainer:
         micro_batches: Sequence[MicroBatch],
         proximal: dict[SampleKey, Tensor],
         started: bool,
-        pool: _Pool,
+        pool: Pool,
     ) -> bool:
         """One optimizer update; False: all ranks skipped it, nothing has changed."""
         scale = self.world / minibatch.denominator
@@ -251,21 +220,19 @@ class Trainer:
             pool.raise_to(maxima)
             pool.add(sums.read())
         loss = float(torch.stack(losses).double().sum()) / minibatch.denominator
-        fine = math.isfinite(loss) and self._gradients_finite()
-        if self._highest(0 if fine else 1):
-            # Not reduced yet: dropping the local gradients undoes the whole minibatch.
-            self.engine.optimizer.zero_grad()
+        if self._highest(0 if math.isfinite(loss) else 1):
+            drop_gradients(self.engine)
             return self._skip(batch)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = batch.lr
         before, self.torn = self.torn, True
         self.engine.step()
-        if not self.engine.was_step_applied():  # finite on every rank, but the sum was not
+        if not self.engine.was_step_applied():  # the norm of the whole gradient was not finite
             self.torn = before
             return self._skip(batch)
         self.skipped_in_a_row = 0
         norm = float(self.engine.get_global_grad_norm())
-        one = 1.0 / self.world
+        one = 1.0 / self.replicas
         pool.add({"learner/loss": (loss, one), "learner/grad_norm": (norm * one, one)})
         pool.raise_to({"learner/grad_norm_max": norm})
         return True
@@ -328,17 +295,6 @@ class Trainer:
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return int(flag)
 
-    def _gradients_finite(self) -> bool:
-        """This rank's gradients, before they are averaged over ranks."""
-        optimizer = self.engine.optimizer
-        if hasattr(optimizer, "get_grads_for_reduction"):  # bf16: float32 gradients beside it
-            grads = list(optimizer.get_grads_for_reduction()[0])
-        else:
-            parameters = self.engine.module.parameters()
-            grads = [optimizer.get_gradient_for_reduction(p) for p in parameters]
-        norms = torch._foreach_norm([grad for grad in grads if grad is not None])  # pyright: ignore[reportPrivateUsage]
-        return bool(torch.stack(norms).isfinite().all())
-
     def _skip(self, batch: Batch) -> bool:
         self.skipped_in_a_row += 1
         limit = self.config.learner.max_skipped_updates
@@ -351,14 +307,14 @@ class Trainer:
 
     # ---- the report --------------------------------------------------------------------------
 
-    def _empty_pool(self) -> _Pool:
+    def _empty_pool(self) -> Pool:
         names = ["learner/loss", "learner/grad_norm", "learner/tokens", "learner/trained_tokens"]
         names += ["learner/samples", "learner/empty_responses"]
         names += [f"staleness/{n}" for n in range(self.config.replay.max_staleness + 1)]
-        return _Pool(sums=dict.fromkeys(names, (0.0, 0.0)), maxima={"learner/grad_norm_max": 0.0})
+        return Pool(sums=dict.fromkeys(names, (0.0, 0.0)), maxima={"learner/grad_norm_max": 0.0})
 
     def _count_samples(
-        self, pool: _Pool, share: Sequence[SampleRef], version: int, groups: Mapping[DrawId, Group]
+        self, pool: Pool, share: Sequence[SampleRef], version: int, groups: Mapping[DrawId, Group]
     ) -> None:
         """Counts of each sample once, however many epochs train it: sums of weight 0."""
         counts: Counter[str] = Counter()
@@ -373,8 +329,8 @@ class Trainer:
                 counts["learner/empty_responses"] += 1
         pool.add({name: (count, 0.0) for name, count in counts.items()})
 
-    def _report(self, batch: Batch, pool: _Pool, skipped: int) -> StepReport:
-        pooled = pool.over_ranks(self.world, self.device)
+    def _report(self, batch: Batch, pool: Pool, skipped: int) -> StepReport:
+        pooled = pool.over_ranks(self.world, self.device, self.world // self.replicas)
         counts = {name: total for name, (total, weight) in pooled.sums.items() if not weight}
         staleness = {
             n: int(counts.get(f"staleness/{n}", 0))
@@ -397,8 +353,6 @@ class Trainer:
     def _to_device(self, micro: MicroBatch) -> MicroBatch:
         if self.device.type == "cpu":
             return micro
-        from dataclasses import fields, replace
-
         moved = {
             f.name: value.to(self.device)
             for f in fields(micro)
@@ -410,6 +364,8 @@ class Trainer:
         """Free the engine, and the process group if this trainer made it: DeepSpeed can't start
         in this process again then."""
         self.engine.destroy()
+        if self.policy.sequence_parallel is not None:
+            self.policy.sequence_parallel.close()
         if self._owns_group and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -421,128 +377,17 @@ def _remember(proximal: dict[SampleKey, Tensor], micro: MicroBatch, logprobs_R: 
             proximal[key] = part
 
 
-def _check_plan(batch: Batch, version: int, world: int) -> None:
+def _check_plan(batch: Batch, version: int, replicas: int) -> None:
     if batch.version != version:
         raise GateError(f"a batch for version {batch.version} came to a learner at {version}")
     for index, minibatch in enumerate(batch.minibatches):
         counts = [len(rank) for rank in minibatch.micro_batches]
-        if len(counts) != world or len(set(counts)) != 1 or counts[0] == 0:
+        if len(counts) != replicas or len(set(counts)) != 1 or counts[0] == 0:
             raise GateError(
-                f"minibatch {index} of batch {version} has micro-batches {counts} for {world} "
+                f"minibatch {index} of batch {version} has micro-batches {counts} for {replicas} "
                 "ranks: every rank needs the same number, at least one"
             )
         if not minibatch.denominator > 0:
             raise GateError(
                 f"minibatch {index} of batch {version}: denominator {minibatch.denominator}"
             )
-
-
-def _start_engine(
-    config: Config,
-    policy: Policy,
-    rank: int,
-    world: int,
-    master_addr: str,
-    master_port: int | None,
-) -> Any:
-    on_gpu = config.learner.device == "cuda"
-    os.environ["DS_ACCELERATOR"] = config.learner.device  # else DeepSpeed takes a GPU it finds
-    local = rank % torch.cuda.device_count() if on_gpu else rank
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(local),
-        WORLD_SIZE=str(world),
-        LOCAL_SIZE=str(world),
-        MASTER_ADDR=master_addr,
-    )
-    if master_addr == "127.0.0.1":
-        # Otherwise gloo listens on the interface of the host's name, which others may reach.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    backend = "nccl" if on_gpu else "gloo"
-    timeout = timedelta(seconds=config.learner.step_timeout_s)
-    if not torch.distributed.is_initialized():
-        store = _store(rank, world, master_addr, master_port, timeout)
-        torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timeout
-        )
-    with warnings.catch_warnings():
-        # DeepSpeed's start meets deprecations within torch, which are not ours to mend.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        return _initialize(config, policy, backend, timeout)
-
-
-def _store(
-    rank: int, world: int, master_addr: str, master_port: int | None, timeout: timedelta
-) -> Any:
-    """Where the ranks meet. By itself torch listens on every interface; this one listens on
-    `master_addr` only, and a single rank not at all."""
-    if world == 1:
-        return torch.distributed.HashStore()
-    if master_port is None:
-        raise ValueError(f"master_port is needed for {world} ranks to meet")
-    if rank > 0:
-        return torch.distributed.TCPStore(
-            master_addr, master_port, world, is_master=False, timeout=timeout
-        )
-    listener = socket.create_server((master_addr, master_port))
-    return torch.distributed.TCPStore(
-        master_addr,
-        master_port,
-        world,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _initialize(config: Config, policy: Policy, backend: str, timeout: timedelta) -> Any:
-    import deepspeed  # pyright: ignore[reportMissingTypeStubs]
-
-    ds: Any = deepspeed
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Otherwise starting on gloo compiles an extension, which takes a minute and a compiler.
-    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    ds.init_distributed(
-        dist_backend=backend,
-        timeout=timeout,
-        verbose=False,
-    )
-    engine, *_ = ds.initialize(
-        model=policy, model_parameters=policy.parameters(), config=_engine_config(config, policy)
-    )
-    return engine
-
-
-def _engine_config(config: Config, policy: Policy) -> dict[str, Any]:
-    learner = config.learner
-    numel = sum(parameter.numel() for parameter in policy.parameters())
-    settings: dict[str, Any] = {
-        # The losses are summed and divided by us: DeepSpeed must not average over micro-batches.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": learner.grad_clip or 0.0,
-        "zero_optimization": {
-            "stage": learner.zero_stage,
-            "reduce_bucket_size": min(numel + 1, REDUCE_BUCKET),
-            "contiguous_gradients": False,
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": learner.lr,
-                "betas": list(learner.betas),
-                "eps": learner.eps,
-                "weight_decay": learner.weight_decay,
-                # The fused CPU kernel would be compiled at the first start, for minutes.
-                "torch_adam": True,
-            },
-        },
-        "steps_per_print": 10**9,
-    }
-    if learner.precision == "bf16":
-        settings["bf16"] = {"enabled": True}
-        # Gradients of many micro-batches are summed: bfloat16 has too few digits for that.
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings

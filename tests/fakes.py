@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,16 @@ class FakePrompts:
 
     def quarantine(self, row_id: str) -> None:
         self.quarantined.append(row_id)
+
+    def prompt(self, row_id: str) -> Prompt:
+        return Prompt(row_id=row_id, text="1=", token_ids=(5, 6), answer="1")
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position, "returned": [p.row_id for p in self.returned]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.position = state["position"]
+        self.returned = [self.prompt(row_id) for row_id in state["returned"]]
 
 
 class Payloads:

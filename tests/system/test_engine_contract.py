@@ -585,6 +585,32 @@ async def refused(engine: Engine, manifest: WeightVersion) -> None:
         )
 
 
+def test_after_a_rewind_an_older_version_serves_and_nothing_is_generated_before(
+    kind: Kind,
+) -> None:
+    older, newer = kind.publish(weights(NEW), 2), kind.publish(weights(OLD), 3)
+
+    async def main() -> None:
+        async with serving(kind) as engine:
+            assert await engine.update_weights(newer) == 3
+            running = asyncio.create_task(engine.generate("running", PROMPT, 2, LONG))
+            await sampled(engine, 4)
+            await engine.rewind()
+            assert {one.finish_reason for one in await running} == {"abort"}
+            with pytest.raises(RuntimeError, match="no proven version"):
+                await engine.generate("early", PROMPT, 1, LONG)
+            assert await engine.update_weights(older) == 2
+            for completion in await engine.generate(
+                "after", PROMPT, 2, SamplingParams(max_response_tokens=9)
+            ):
+                assert set(completion.versions_T.tolist()) == {2}
+                np.testing.assert_allclose(
+                    completion.logprobs_T, reference_logprobs(NEW, completion), atol=1e-4
+                )
+
+    run(main)
+
+
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
 def test_a_version_that_does_not_fit_is_refused_and_the_old_one_serves_on(
     kind: Kind, spoil: Callable[[dict[str, Tensor]], None]

@@ -29,15 +29,16 @@ from tests.system.plain_torch import Work, distance, reference
 pytestmark = pytest.mark.system
 
 
-def deterministic_run(tiny: Path, folder: Path) -> Config:
+def deterministic_run(tiny: Path, folder: Path, name: str = "sync", **learner: Any) -> Config:
     return validate(
         tiny_run(
             tiny,
-            "sync",
+            name,
             folder,
             rollout={"deterministic": True},
             replay={"max_staleness": 0},
             off_policy={"action": "truncate"},
+            learner=learner,
         )
     )
 
@@ -198,3 +199,22 @@ def test_it_refilled_filtered_groups_and_trained_on_policy(folder: Path) -> None
     assert sum(summary["ledger"]["filtered"].values()) > 0
     assert summary["ledger"]["trained"] == 12 and summary["ledger"]["live"] == 0
     assert summary["exit_reason"] == "done"
+
+
+def test_two_ranks_with_a_share_of_every_weight_each_end_at_the_same_parameters(
+    tiny: Path, folder: Path
+) -> None:
+    """Three versions gathered, published and proven by the engine, and a checkpoint."""
+    settings = folder / "deepspeed.json"
+    settings.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    config = deterministic_run(
+        tiny, folder, "shares", ranks=2, zero_stage=3, deepspeed=str(settings)
+    )
+    process = multiprocessing.get_context("spawn").Process(target=_real, args=(config,))
+    process.start()
+    process.join(240)
+    assert process.exitcode == 0
+    found = load_file(folder / "shares" / "checkpoint" / "model.safetensors")
+    expected = load_file(folder / "sync" / "checkpoint" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert distance(found, expected, config.model.path) < 1e-3

@@ -77,6 +77,41 @@ def test_the_minimal_config_has_the_papers_defaults() -> None:
         ({"replay__depth": 9.0}, ["depth", "9", "max_staleness + 1"]),
         ({"weights__broadcast_interval": 9}, ["broadcast_interval", "9", "max_staleness"]),
         ({"weights__delay": 3}, ["weights.delay", "3", "max_staleness"]),
+        ({"learner__zero_stage": 0}, ["learner.zero_stage", "1, 2 or 3"]),
+        ({"learner__zero_stage": 4}, ["learner.zero_stage", "1, 2 or 3"]),
+        ({"learner__precision": "fp8"}, ["learner.precision", "'bf16'", "'fp16'"]),
+        (
+            {"learner__ranks": 6, "learner__sequence_parallel_size": 4},
+            ["sequence_parallel_size: 4", "must divide `ranks: 6`"],
+        ),
+        (
+            {"learner__zero_stage": 2, "learner__offload": "optimizer_and_parameters"},
+            ["offload: optimizer_and_parameters", "needs `zero_stage: 3`", "stage 2"],
+        ),
+        (
+            {"model__attention": "flash_attention_2"},
+            ["attention: flash_attention_2", "learner.device: cuda"],
+        ),
+        (
+            {"model__attention": "flash_attention_2", "learner__device": "cuda"},
+            ["attention: flash_attention_2", "learner.precision: bf16"],
+        ),
+        (
+            {"learner__minibatches": 2, "learner__logprob_tokens_per_microbatch": 2047},
+            ["logprob_tokens_per_microbatch: 2047", "2048", "would not fit"],
+        ),
+        (
+            {"learner__logprob_tokens_per_microbatch": 9999},
+            ["logprob_tokens_per_microbatch: 9999", "would be ignored", "minibatches"],
+        ),
+        (
+            {
+                "learner__minibatches": 2,
+                "learner__logprob_tokens_per_microbatch": 9999,
+                "algorithm__proximal": "behavior",
+            },
+            ["logprob_tokens_per_microbatch: 9999", "would be ignored", "proximal: recompute"],
+        ),
         (
             {"weights__transport": "nccl", "rollout__engine": "torch"},
             ["weights.transport", "nccl", "rollout.engine: sglang"],

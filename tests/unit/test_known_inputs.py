@@ -69,7 +69,8 @@ from dapo_async.types import (
     WeightVersion,
 )
 from dapo_async.weights import WeightStore
-from learner.model import load_policy, pack
+from learner.model import load_policy
+from learner.packed import pack
 from learner.payloads import PayloadStore
 from learner.publisher import Publisher
 from learner.samples import build

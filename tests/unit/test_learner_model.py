@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -21,16 +26,10 @@ from transformers import (
 )
 
 from dapo_async.errors import ConfigError
-from learner.model import (
-    CALL_COST,
-    MAX_WASTE,
-    TOKEN_COST,
-    Policy,
-    load_policy,
-    pack,
-    plan_buckets,
-    token_logprobs,
-)
+from learner.logprobs import token_logprobs
+from learner.model import Policy, load_policy
+from learner.packed import CALL_COST, MAX_WASTE, TOKEN_COST, pack, plan_buckets
+from learner.sequence_parallel import check_heads
 
 VOCAB = 50
 SMALL = dict(
@@ -285,3 +284,94 @@ def test_attention_work_grows_with_the_sum_of_squares_and_not_the_square_of_the_
     prompts = [np.zeros(20, np.int64)] * 64
     layout = pack(prompts, prompts).layout
     assert sum(b.samples * b.length**2 for b in layout.buckets) == 64 * 40**2
+
+
+# ---- flash attention ---------------------------------------------------------------------------
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int,
+    *, softmax_scale: float | None, causal: bool,
+) -> Tensor:  # fmt: skip
+    """What flash-attn's function of this name does, sequence by sequence."""
+    assert causal and torch.equal(ends_q, ends_k) and ends_q.dtype == torch.int32
+    ends: list[int] = ends_q.tolist()
+    assert ends[0] == 0 and ends[-1] == len(q) and longest_q == longest_k
+    assert max(b - a for a, b in pairwise(ends)) == longest_q
+    parts = [
+        scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)),
+            is_causal=True, scale=softmax_scale, enable_gqa=True,
+        )[0].transpose(0, 1)
+        for a, b in pairwise(ends)
+    ]  # fmt: skip
+    return torch.cat(parts)
+
+
+def test_flash_attention_is_told_where_the_samples_lie(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels need a GPU: here a stand-in with the same arguments."""
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
+    prompts, responses = samples(3)
+    batch = pack(prompts, responses)
+    results: list[tuple[Tensor, list[Tensor]]] = []
+    for attention in ("sdpa", "flash_attention_2"):
+        policy = load_policy(qwen, attention)
+        logprobs, _ = policy(batch, 0.7)
+        logprobs.sum().backward()
+        grads = [p.grad for p in policy.parameters() if p.grad is not None]
+        results.append((logprobs.detach(), grads))
+    (expected, expected_grads), (found, grads) = results
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-3, atol=1e-4)
+
+
+def test_flash_attention_without_its_package_is_refused(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ConfigError, match=r"flash_attention_2` needs the package flash-attn"):
+        load_policy(qwen, "flash_attention_2")
+
+
+# ---- recomputed activations, shared sequences --------------------------------------------------
+
+
+def test_recomputed_activations_give_the_same_log_probs_and_gradients_to_the_bit(
+    qwen: Path,
+) -> None:
+    batch = pack(*samples(5))
+    kept, recomputed = (load_policy(qwen, checkpointing=on) for on in (False, True))
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    cast(Any, recomputed.model).model.layers[0].mlp.register_forward_pre_hook(count)
+    for policy in (kept, recomputed):
+        policy(batch, 1.0)[0].sum().backward()
+    assert calls == 2
+    assert torch.equal(kept(batch, 1.0)[0], recomputed(batch, 1.0)[0])
+    for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "size", "legal"),
+    [(28, 4, 8, "[1, 2, 4]"), (28, 28, 8, "[1, 2, 4, 7, 14, 28]"), (40, 8, 16, "[1, 2, 4, 8]"),
+     (14, 2, 4, "[1, 2]")],
+)  # fmt: skip
+def test_sizes_that_split_heads_unevenly_are_refused_with_those_that_dont(
+    heads: int, shared: int, size: int, legal: str
+) -> None:
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=shared)
+    with pytest.raises(ConfigError) as refusal:
+        check_heads(config, size)
+    message = str(refusal.value)
+    assert f"sequence_parallel_size: {size}" in message and message.endswith(f"one of {legal}")
+    for fine in json.loads(legal):
+        check_heads(config, fine)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dapo_async.batching import plan_batch
 from dapo_async.config import Config, validate
 from dapo_async.errors import ConfigError, GateError, RunError
 from dapo_async.types import (
@@ -15,13 +17,15 @@ from dapo_async.types import (
     Completion,
     DrawId,
     Group,
+    GroupMeta,
     LeaseId,
     LogprobMode,
+    Minibatch,
     Reward,
     SampleRef,
     Trajectory,
 )
-from learner.samples import build, check_share
+from learner.samples import build, check_share, log_prob_passes
 
 VOCAB = 16
 DRAW = DrawId("run", 0, 7)
@@ -211,3 +215,55 @@ def test_a_rank_without_samples_gets_a_dummy_without_response_tokens() -> None:
     micro = build(batch(), {}, [])
     assert len(micro.packed.ids_T) == 2 and len(micro.packed.targets_R) == 0
     assert micro.keys_S == () and len(micro.mask_R) == 0
+
+
+# ---- who trains what -----------------------------------------------------------------------------
+
+
+def test_ranks_that_share_sequences_are_planned_as_one() -> None:
+    metas = [
+        GroupMeta(
+            lease_id=LeaseId(DrawId("run", 0, position), 0),
+            worker_id="w",
+            prompt_tokens=3,
+            response_tokens_G=(20, 30, 40, 50),
+            scores_G=(1.0, 0.0, 1.0, 0.0),
+            accs_G=(1.0, 0.0, 1.0, 0.0),
+            penalties_G=(0.0,) * 4,
+            statuses_G=("ok",) * 4,
+            finish_reasons_G=("stop",) * 4,
+            reward_sums={},
+            oldest_version=0,
+            newest_version=0,
+            generate_s=1.0,
+            reward_s=0.0,
+        )
+        for position in range(3)
+    ]
+    settings = config()
+    shared = settings.learner.model_copy(update={"ranks": 8, "sequence_parallel_size": 4})
+    settings = settings.model_copy(update={"learner": shared})
+    (minibatch,) = plan_batch(settings, 0, metas).minibatches
+    assert len(minibatch.micro_batches) == 2
+    held = [ref for replica in minibatch.micro_batches for micro in replica for ref in micro]
+    assert len(held) == len(set(held)) == 12
+
+
+def sample(index: int, tokens: int) -> SampleRef:
+    return SampleRef(draw_id=DRAW, trajectory_index=index, tokens=tokens, advantage=1.0)
+
+
+def planned(*micro_batches: Sequence[SampleRef]) -> Minibatch:
+    """One minibatch of two replicas, of which the first has nothing."""
+    nothing: tuple[tuple[SampleRef, ...], ...] = tuple(() for _ in micro_batches)
+    return Minibatch(micro_batches=(nothing, tuple(map(tuple, micro_batches))), denominator=1.0)
+
+
+def test_log_prob_passes_hold_each_sample_that_the_first_update_doesnt_train_once() -> None:
+    a, b, c, d, e, f = (sample(i, 30) for i in range(6))
+    minibatches = [planned([a], [b]), planned([c], [d]), planned([e], [f])] * 2  # two epochs
+    assert log_prob_passes(minibatches, 1, 60) == [(c, d), (e, f)]
+    assert log_prob_passes(minibatches, 1, 100) == [(c, d, e), (f,)]
+    assert log_prob_passes(minibatches, 1, 30) == [(c,), (d,), (e,), (f,)]
+    assert log_prob_passes(minibatches, 0, 60) == []
+    assert log_prob_passes(minibatches[:1], 1, 60) == []

@@ -34,6 +34,7 @@ from dapo_async.errors import (
     CheckpointError,
     ConfigError,
     DivergedError,
+    LearnerLostError,
     RunError,
     WorkersLostError,
 )
@@ -54,6 +55,7 @@ from dapo_async.types import (
     WeightVersion,
 )
 from dapo_async.weights import WeightStore
+from learner.model import Policy
 from learner.payloads import PayloadStore
 from learner.worker import LearnerRank, RayLearner
 
@@ -534,6 +536,7 @@ class ScriptedTrainer:
             num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=8,
         )  # fmt: skip
         self.model = Qwen2ForCausalLM(sizes)
+        self.policy = Policy(self.model)
         self.version = 3
         self.torn = False
         self.fails = False
@@ -658,19 +661,24 @@ def ray_learner(monkeypatch: pytest.MonkeyPatch, discard: Any = None, **answers:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "code"),
+    ("error", "health", "kind", "code"),
     [
-        (task_error(KeyError("a bug")), RunError, 1),
-        (task_error(TimeoutError("a bug")), RunError, 1),
-        (task_error(DivergedError("nan")), DivergedError, 5),
-        (ActorDiedError(), WorkersLostError, 4),
+        (task_error(KeyError("a bug")), {}, RunError, 1),
+        (task_error(TimeoutError("a bug")), {}, RunError, 1),
+        (task_error(DivergedError("nan")), {}, DivergedError, 5),
+        (ActorDiedError(), ActorDiedError(), LearnerLostError, 4),
+        (task_error(RuntimeError("connection closed")), ActorDiedError(), LearnerLostError, 4),
     ],
-    ids=["bug", "timeout within", "diverged", "dead"],
+    ids=["bug", "timeout within", "diverged", "dead", "its peer is dead"],
 )
 def test_every_end_of_the_learner_has_its_exit_code(
-    error: Exception, kind: type[RunError], code: int, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    health: Any,
+    kind: type[RunError],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = ray_learner(monkeypatch, snapshot=error)
+    made = ray_learner(monkeypatch, snapshot=error, health=health)
     with pytest.raises(RunError) as caught:
         asyncio.run(made.snapshot(1))
     assert type(caught.value) is kind and caught.value.exit_code == code
