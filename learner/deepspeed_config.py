@@ -3,9 +3,9 @@
 What `learner.*` names is ours. Everything else can be given as a DeepSpeed JSON
 (`learner.deepspeed`); keys that we own are refused there.
 
-AdamW is torch's at every stage: fused on a GPU and for states that are offloaded to the CPU, the
-plain one in a learner on CPUs. DeepSpeed's own CPU kernel takes the place of the fused one where
-DeepSpeed was installed with it; otherwise its first use would compile for minutes.
+AdamW is torch's own fused one, on a GPU and on a CPU. For states that are offloaded to the CPU
+DeepSpeed's kernel takes its place where DeepSpeed was installed with it; otherwise its first use
+would compile for minutes.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _defaults(learner: LearnerConfig, numel: int) -> dict[str, Any]:
 
 def _adam(learner: LearnerConfig) -> dict[str, Any]:
     if learner.offload == "none":
-        return {"torch_adam": True, **({"fused": True} if learner.device == "cuda" else {})}
+        return {"torch_adam": True, "fused": True}
     from deepspeed.git_version_info import (  # pyright: ignore[reportMissingTypeStubs]
         installed_ops,
     )

@@ -66,12 +66,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 hidden_RC[part], head_VC.T, out=memory_RV[: part.stop - part.start]
             )
             for rows, logits_BV in _blocks(logits_RV, part.start, temperature):
-                lse_B = torch.logsumexp(logits_BV, -1)
-                lse_R[rows] = lse_B
-                logprobs_R[rows] = logits_BV.gather(1, targets_R[rows, None])[:, 0] - lse_B
+                highest_B = logits_BV.amax(-1)
+                logits_BV -= highest_B[:, None]
+                weights_BV = logits_BV.exp()  # softmax but for its denominator
+                sum_B = weights_BV.sum(-1)
+                log_sum_B = sum_B.log()
+                picked_B = logits_BV.gather(1, targets_R[rows, None])[:, 0]
+                logprobs_R[rows] = picked_B - log_sum_B
+                lse_R[rows] = highest_B + log_sum_B
                 if entropy:
-                    log_p_BV = logits_BV.sub_(lse_B[:, None])
-                    entropy_R[rows] = -torch.linalg.vecdot(log_p_BV.exp(), log_p_BV)
+                    dot_B: Tensor = torch.linalg.vecdot(weights_BV, logits_BV)
+                    entropy_R[rows] = log_sum_B - dot_B / sum_B
         ctx.save_for_backward(hidden_RC, head_VC, targets_R, lse_R)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy_R)

@@ -101,7 +101,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "model": dict(vocab_size=8192, hidden_size=512, intermediate_size=1536,
                       num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=2,
                       initializer_range=0.02),
-        "groups": 1, "group_size": 8, "prompt": (20, 60), "response": heavy_tailed, "cap": 4096,
+        "groups": 2, "group_size": 16, "prompt": (20, 60), "response": heavy_tailed, "cap": 4096,
     },
 }  # fmt: skip
 
@@ -229,7 +229,7 @@ def trainer_step(trainer: Trainer) -> Side:
 
 def bare_loop(path: str, config: Config) -> Side:
     policy = load_policy(path, chunk=config.learner.logprob_chunk)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.1, fused=True)
 
     def step(work: Work) -> Result:
         started = time.process_time()
