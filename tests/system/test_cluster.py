@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -145,7 +146,15 @@ def test_a_run_survives_the_loss_of_a_node_and_a_new_node_catches_up_through_its
     assert nodes.where("WeightSource") == {nodes.head}
 
     lost = min(rollout_nodes)
+    (its_worker,) = (
+        actor["pid"]
+        for actor in nodes.ask("actors")
+        if actor["class"] == "RolloutWorker" and actor["node"] == lost
+    )
+    os.kill(its_worker, signal.SIGSTOP)  # so that it has groups in flight when it is lost
+    time.sleep(3)
     nodes.ask(f"remove {lost}")
+    os.kill(its_worker, signal.SIGKILL)  # stopped, it can't see that its node has ended
     before = steps()
     until("going on", command, lambda: steps() >= before + 2)
     new = nodes.ask("add 1")
