@@ -44,7 +44,7 @@ CONTEXT_MARGIN = 8
 
 LEAST_CONTEXT = 64
 """Room for the canary of a version, however short prompts and responses are."""
-SEGMENT = re.compile(r" (/dev/shm/(?:sglang_loads_|sgl_shm_)[\w.-]+)$", re.MULTILINE)
+SEGMENT = re.compile(r"sglang_loads_|sgl_shm_|sem\.mp-")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """`learner.precision` as SGLang says it."""
@@ -276,15 +276,22 @@ class ServerProcess:
 
 
 def _shared_memory(leader: int) -> set[Path]:
-    """Shared memory that SGLang has made for the processes of a session and never removes."""
-    found: set[Path] = set()
+    """Shared memory and semaphores that SGLang has made for the processes of a session, and leaves
+    behind when they are killed."""
+    mapped: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getsid(int(process.name)) == leader:
-                maps = (process / "maps").read_text()
-                found |= {Path(path) for path in SEGMENT.findall(maps)}
+                maps = (process / "maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
         except OSError:  # it has just ended
             continue
+    found: set[Path] = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            # By inode: a semaphore is mapped under the name it had before it was ready.
+            if SEGMENT.match(path.name) and path.stat().st_ino in mapped:
+                found.add(path)
     return found
 
 
