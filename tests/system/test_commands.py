@@ -33,11 +33,13 @@ class Command:
         self.started = time.monotonic()
         environment = dict(os.environ, DAPO_TEST_MARK=self.mark, PYTHONPATH=str(ROOT))
         environment |= variables
+        # No pipe: Ray's agents outlive a killed driver by minutes, and would keep it open.
+        self._said, path = tempfile.mkstemp()
+        os.unlink(path)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dapo_async.cli", *args],
-            stdout=subprocess.PIPE,
+            stdout=self._said,
             stderr=subprocess.STDOUT,
-            text=True,
             cwd=cwd,
             env=environment,
             start_new_session=True,
@@ -45,8 +47,11 @@ class Command:
         self.output = ""
 
     def wait(self, timeout: float = 180.0) -> int:
-        self.output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode
+        try:
+            return self.process.wait(timeout)
+        finally:
+            said = os.pread(self._said, os.fstat(self._said).st_size, 0)
+            self.output = said.decode(errors="replace")
 
     def listening(self) -> set[str]:
         """Addresses on which its processes accept connections."""
