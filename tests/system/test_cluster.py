@@ -111,7 +111,7 @@ def spread_run(nodes: Nodes, tiny: Path, name: str, folder: Path, **sections: An
 
 
 def until(what: str, command: Command, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while not is_so():
         if command.process.poll() is not None:
             command.wait()

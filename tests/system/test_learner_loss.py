@@ -18,7 +18,7 @@ from tests.system.test_cluster import until
 from tests.system.test_commands import Command, write
 
 pytestmark = pytest.mark.system
-RUN_S = 300.0
+RUN_S = 600.0
 STEPS = 40
 
 

@@ -23,7 +23,7 @@ from tests.system.test_cluster import until
 from tests.system.test_commands import Command, write
 
 pytestmark = pytest.mark.system
-RUN_S = 300.0
+RUN_S = 600.0
 START_S = 200.0
 STEPS = 60
 NEAR = 3
