@@ -1,7 +1,7 @@
 """Everything a run reads, checked before anything is started.
 
-Reading and tokenising happen in a child process that ends with it: transformers takes seconds of
-CPU and hundreds of megabytes that the driver has no other use for.
+Reading and tokenising happen in a child process that ends with it, for the driver has no other use
+for transformers, and then ground truths are checked in another one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from dapo_async.chat import Tokenizer
-from dapo_async.config import Config, values
+from dapo_async.config import Config, RewardConfig, values
 from dapo_async.errors import ConfigError
 from dapo_async.prompts import LoadedPrompts, load_prompts
 from dapo_async.rewards.child import die_with_parent
@@ -40,16 +43,24 @@ class Inputs:
 
 
 async def read_inputs(config: Config) -> Inputs:
-    """Check and read model folder, data and ground truths. Cancelling it ends the child.
+    """Check and read model folder, data and ground truths. Cancelling it ends the children.
 
     Raises:
         ConfigError: one of them can't be used; names file, row and field.
     """
     _check_quickly(config)
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start_child)
+    loop = asyncio.get_running_loop()
+    pool = ProcessPoolExecutor(
+        1,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_child,
+        max_tasks_per_child=1,
+    )
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, read_here, config)
+        inputs = await loop.run_in_executor(pool, _read_without_torch, config)
+        prompts = [*inputs.train, *inputs.held_out]
+        checking_s = await loop.run_in_executor(pool, _check_golds, config.reward, prompts)
+        return replace(inputs, cpu_s=inputs.cpu_s + checking_s)
     except asyncio.CancelledError:
         for child in multiprocessing.active_children():  # it may have minutes of reading to do
             child.kill()
@@ -64,11 +75,27 @@ def _start_child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def read_here(config: Config) -> Inputs:
-    """`read_inputs` in this process."""
-    from transformers import AutoTokenizer
+def _read_without_torch(config: Config) -> Inputs:
+    """A tokenizer needs no torch; with it, transformers takes 8 seconds of CPU to import, not 1.5.
 
+    Nothing else may run in this process: a reward function, which is the user's, may want torch.
+    """
+    sys.modules["torch"] = cast(Any, None)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    return read_here(config)
+
+
+def _check_golds(reward: RewardConfig, prompts: Sequence[Prompt]) -> float:
+    """Check the ground truths; returns the CPU seconds of it."""
     from dapo_async.rewards.pool import check_golds
+
+    check_golds(reward, prompts)
+    return time.process_time()
+
+
+def read_here(config: Config) -> Inputs:
+    """`read_inputs` in this process, ground truths left unchecked."""
+    from transformers import AutoTokenizer
 
     folder = Path(config.model.path)
     model = _check_quickly(config)
@@ -82,7 +109,6 @@ def read_here(config: Config) -> Inputs:
         loaded = load_prompts(config.data.eval, config.data, tokenizer, limit=config.eval.limit)
         _check_vocabulary(config.data.eval, loaded, model)
         held_out = loaded.prompts
-    check_golds(config.reward, [*train.prompts, *held_out])
     return Inputs(
         train=train.prompts,
         held_out=held_out,
