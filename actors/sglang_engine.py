@@ -148,7 +148,6 @@ class SGLangEngine:
             info = await self._steady("GET", "/server_info")
             with self._client.reading("/server_info"):
                 self._software = f"sglang {info.get('version') or 'of an unknown version'}"
-                self._serving.incremental = bool(info.get("incremental_streaming_output"))
                 self._serving.page_size = int(info.get("page_size") or 1)
             if self._server is None:
                 # Whatever it served before, weights or requests, isn't of this run.

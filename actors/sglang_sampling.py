@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Collection, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,10 +25,11 @@ from actors.sglang_http import BadRequest, Busy, ServerClient, ServerFailure, Wr
 from dapo_async.types import Completion, FinishReason, SamplingParams
 
 WeightUpdate = Literal["retract", "keep_kv", "abort_resume"]
-STREAM_INTERVAL = 64
-"""Tokens of a sample per event: each costs the server and us some work."""
-CUMULATIVE_INTERVAL = 256
-"""The same where every event repeats the whole response."""
+EVENT_S = 10.0
+"""Time between two events of a sample that is aimed at: each costs the server and us some work, but
+whoever watches must see that it moves."""
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256
+"""Tokens of a sample per event."""
 LAST_WORDS_S = 10.0
 """How long the server may take to answer an aborted request with what it has."""
 
@@ -93,8 +95,6 @@ class Serving:
     newest: int = UNKNOWN_VERSION
     """Of the versions that the server was asked to load."""
     updates: int = 0
-    incremental: bool = False
-    """Events hold the new tokens only."""
     page_size: int = 1
     """Tokens that the server's cache keeps together."""
     proven: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -139,6 +139,7 @@ class Sampler:
         self._max_context = max_context
         self._stop_token_ids = frozenset(stop_token_ids)
         self._stop_strings = list(stop_strings)
+        self._stream_interval = SHORTEST_INTERVAL
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -230,7 +231,7 @@ class Sampler:
             sample.began = len(sample.tokens)
         running = dict(enumerate(rids))
         oldest, updates = self._serving.version, self._serving.updates
-        heard: set[int] = set()
+        heard: dict[int, float] = {}
         with self._asking(request, running.values()):
             async with contextlib.aclosing(self._client.stream("/generate", body)) as events:
                 async for data in events:
@@ -240,13 +241,16 @@ class Sampler:
                             raise ValueError("news of a request that has ended")
                         sample = waiting[event.index]
                         self._take(sample, event)
-                        if event.index not in heard:
-                            heard.add(event.index)
+                        if first := event.index not in heard:
+                            heard[event.index] = time.monotonic()
                             self._count_prefill(request, event)
                         request.heard = True
                         if event.finish is not None:
                             del running[event.index]
                             self._finish(request, sample, event.finish, oldest, updates)
+                            if not first:
+                                took_s = time.monotonic() - heard[event.index]
+                                self._set_pace(event.total, took_s)
         if running:
             raise ServerFailure(f"{self._client.url} left {len(running)} samples unanswered")
 
@@ -273,6 +277,11 @@ class Sampler:
         sample.tokens += ids
         sample.logprobs += logprobs
         self.tokens_sampled += len(ids)
+
+    def _set_pace(self, tokens: int, seconds: float) -> None:
+        """A sample took so long from its first event to its last."""
+        aimed = EVENT_S * tokens / max(seconds, 1e-3)
+        self._stream_interval = round(min(max(aimed, SHORTEST_INTERVAL), LONGEST_INTERVAL))
 
     def _finish(
         self, request: Request, sample: Sample, finish: Finish, oldest: int, updates: int
@@ -336,9 +345,7 @@ class Sampler:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": sorted(sampling.stop_token_ids | self._stop_token_ids),
-            "stream_interval": STREAM_INTERVAL
-            if self._serving.incremental
-            else CUMULATIVE_INTERVAL,
+            "stream_interval": self._stream_interval,
         }
         if self._stop_strings:
             shared |= {"stop": self._stop_strings, "no_stop_trim": True}

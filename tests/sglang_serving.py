@@ -28,8 +28,8 @@ def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no test waits for long, and streams have many events."""
     monkeypatch.setattr(actors.sglang_http, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(actors.sglang_http, "LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(actors.sglang_sampling, "STREAM_INTERVAL", 4)
-    monkeypatch.setattr(actors.sglang_sampling, "CUMULATIVE_INTERVAL", 4)
+    for limit in ("SHORTEST_INTERVAL", "LONGEST_INTERVAL"):
+        monkeypatch.setattr(actors.sglang_sampling, limit, 4)
     monkeypatch.setattr(actors.sglang_sampling, "LAST_WORDS_S", 0.5)
     monkeypatch.setattr(actors.sglang_engine, "LAST_STEP_S", 0.06)
 
