@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from actors.engine import Engine, UpdateRefused
 from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError
-from dapo_async.types import WeightVersion
+from dapo_async.types import TORCH_NAMES, WeightVersion
 from dapo_async.weights import WeightsRefused, WeightStore
 
 if TYPE_CHECKING:
@@ -175,5 +175,4 @@ def _canary_tolerance(config: Config) -> float:
 def _dtype(config: Config) -> torch.dtype:
     import torch
 
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return kinds[config.learner.precision]
+    return getattr(torch, TORCH_NAMES[config.learner.precision])

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from actors.weight_relay import RelayFailed, Relays
 from actors.worker import RolloutWorker
 from dapo_async.codec import MalformedFrame, decode, decode_any, encode
-from dapo_async.errors import ConfigError
+from dapo_async.errors import ConfigError, last_line
 from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import UpdateRefusedByWorker
 from dapo_async.types import (
@@ -203,5 +203,4 @@ def _reason(error: RayError) -> str:
     cause = getattr(error, "cause", None)
     if cause is not None and str(cause).strip():
         return str(cause).strip()
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+    return last_line(str(error) or type(error).__name__)

@@ -26,8 +26,9 @@ from actors.ports import Ports
 from actors.sglang_http import ServerClient, ServerFailure
 from actors.sglang_server import REFUSED
 from dapo_async.config import Config, values
-from dapo_async.errors import ConfigError
+from dapo_async.errors import ConfigError, last_line
 from dapo_async.owned_folders import make_owned
+from dapo_async.types import TORCH_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_STUB = Path(__file__).resolve().parent / "sglang_cpu"
@@ -45,9 +46,6 @@ CONTEXT_MARGIN = 8
 LEAST_CONTEXT = 64
 """Room for the canary of a version, however short prompts and responses are."""
 SEGMENT = re.compile(r"sglang_loads_|sgl_shm_|sem\.mp-")
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""`learner.precision` as SGLang says it."""
 
 CPU_ARGS: dict[str, Any] = {
     "attention_backend": "torch_native",
@@ -73,7 +71,7 @@ def server_arguments(config: Config) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model_path": config.model.path,
         "device": rollout.device,
-        "dtype": DTYPES[config.learner.precision],
+        "dtype": TORCH_NAMES[config.learner.precision],
         "tp_size": rollout.tensor_parallel_size,
         "context_length": context + CONTEXT_MARGIN,
         "max_running_requests": rollout.slots,
@@ -145,7 +143,7 @@ def check_arguments(config: Config) -> None:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"SGLang's check of its arguments took over {CHECK_S:g} s") from None
     if done.returncode:
-        raise ConfigError(f"`rollout`: SGLang refuses its arguments: {_last_line(done.stderr)}")
+        raise ConfigError(f"`rollout`: SGLang refuses its arguments: {last_line(done.stderr)}")
 
 
 class ServerProcess:
@@ -224,7 +222,7 @@ class ServerProcess:
         if code is None:
             return
         if code == REFUSED:
-            raise ConfigError(f"`rollout`: SGLang refuses its arguments: {_last_line(self._log())}")
+            raise ConfigError(f"`rollout`: SGLang refuses its arguments: {last_line(self._log())}")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise ServerDied(f"the SGLang server {how}. {self._tail()}")
 
@@ -293,8 +291,3 @@ def _shared_memory(leader: int) -> set[Path]:
             if SEGMENT.match(path.name) and path.stat().st_ino in mapped:
                 found.add(path)
     return found
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"\s+", " ", lines[-1]) if lines else "no reason given"

@@ -108,6 +108,8 @@ class Start:
     checkpoint: Checkpoint | None = None
     state: Mapping[str, Any] | None = None
     """The driver's state in `checkpoint`."""
+    timeline: int = 0
+    """See `DrawId`."""
 
     @property
     def version(self) -> int:
@@ -129,7 +131,8 @@ def _start(config: Config, folder: RunFolder, identity: Identity, resume: str | 
         return Start(identity=identity)
     log.info("going on from %s, version %d", checkpoint.path, checkpoint.version)
     state = run_state.from_bytes(checkpoint.state(), checkpoint.path)
-    return Start(identity=identity, checkpoint=checkpoint, state=state)
+    timeline = int(state.get("timeline", 0)) + 1
+    return Start(identity=identity, checkpoint=checkpoint, state=state, timeline=timeline)
 
 
 class Reporter:
@@ -244,7 +247,7 @@ class Parts:
             await self.learner.restore(str(self.start.checkpoint.path))
             # Last: a pipeline at version 0 has nothing that the end of the run would save.
             assert self.start.state is not None
-            self.pipeline.restore(self.start.state)
+            self.pipeline.restore(self.start.state, self.start.timeline)
 
     async def _go_back(self, lost: LearnerLostError) -> None:
         """Start the learner anew at the newest checkpoint. The workers live on, without the work
@@ -275,11 +278,12 @@ class Parts:
                 worker.kill()
         if self.relays is not None:
             await self.relays.rewind()
-        await self.learner.restart()
+        timeline = self.start.timeline + 1
+        await self.learner.restart(timeline)
         self.reporter.close()
         self.folder.go_on(checkpoint.version)
         state = run_state.from_bytes(checkpoint.state(), checkpoint.path)
-        self.start = replace(self.start, checkpoint=checkpoint, state=state)
+        self.start = replace(self.start, checkpoint=checkpoint, state=state, timeline=timeline)
         self.reporter, self.pipeline, self.saver = self.remake(self.start)
         await self._restore()
 

@@ -62,7 +62,8 @@ class Broadcast:
         self.count = 0
         """Versions published so far."""
         self.news = asyncio.Condition()
-        """Notified when a version is published (and by the pipeline when a worker proves one)."""
+        """Notified when a version is published (and by the pipeline when a worker may be updated
+        again)."""
         self._config = config
         self._learner = learner
         self._on_published = on_published

@@ -49,20 +49,6 @@ CONFIG = "config.yaml"
 HF = "hf"
 PINNED = "pinned"
 """A checkpoint with a file of this name is never removed."""
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-)
-"""What makes a model's folder besides its weights."""
 _NAME = re.compile(r"step-(\d{6,})")
 _CHUNK = 4 << 20
 
@@ -133,12 +119,6 @@ def write_file(folder: Path, name: str, parts: Iterable[bytes | memoryview]) -> 
     return FileRecord(name, size, digest.hexdigest())
 
 
-def model_files(folder: str | Path) -> dict[str, bytes]:
-    """Config and tokenizer of a model's folder by name."""
-    found = {path for pattern in MODEL_FILES for path in Path(folder).glob(pattern)}
-    return {path.name: path.read_bytes() for path in sorted(found) if path.is_file()}
-
-
 def hash_of(files: Mapping[str, bytes]) -> str:
     """One hash of files by name."""
     digest = hashlib.sha256()
@@ -157,13 +137,19 @@ def _sum_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+def sync(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Make a folder and the files in it durable."""
+    for path in (*folder.iterdir(), folder):
+        sync(path)
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -296,14 +282,14 @@ class Checkpoints:
             whole = {"manifest": body, "xxh3": _manifest_sum(body)}
             write_file(folder, MANIFEST, [json.dumps(whole, indent=1).encode()])
             for inner in (*(entry for entry in folder.iterdir() if entry.is_dir()), folder):
-                sync_folder(inner)
+                sync(inner)
             if target.exists():
                 # Left by a crash before the pointer, or by a run that went back behind it.
                 aside = Path(tempfile.mkdtemp(prefix=".old-", dir=self.path))
                 os.rename(target, aside / "old")
             os.rename(folder, target)
             faults.reach("after_rename")
-            sync_folder(self.path)
+            sync(self.path)
             faults.reach("before_pointer")
             self.point_at(version)
         except OSError as error:
@@ -320,7 +306,7 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.path / POINTER)
-        sync_folder(self.path)
+        sync(self.path)
 
     def discard(self, folder: Path) -> None:
         """Remove what couldn't be finished; raises nothing."""

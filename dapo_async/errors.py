@@ -7,6 +7,12 @@
 from __future__ import annotations
 
 
+def last_line(text: str) -> str:
+    """Of a traceback or a log: the one that says what went wrong, in single spaces."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " ".join(lines[-1].split()) if lines else "no reason given"
+
+
 class RunError(Exception):
     """Ends the run with `exit_code` and a message for a person: what, which value, what to do."""
 

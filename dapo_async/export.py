@@ -16,16 +16,13 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from dapo_async.checkpoint import HF, Checkpoint, model_config, open_checkpoint, sync_folder
+from dapo_async.checkpoint import HF, Checkpoint, model_config, open_checkpoint, sync, sync_all
 from dapo_async.errors import CheckpointError, ConfigError
+from dapo_async.model_folder import write_weights
 from dapo_async.resume import read_config
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FILE_BYTES = 4 << 30
-"""Largest file of a model, but for one larger tensor."""
+from dapo_async.types import TORCH_NAMES
 
 
 def export_model(source: str | Path, out: str | Path, dtype: str | None = None) -> int:
@@ -33,27 +30,27 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
 
     Args:
         source: a checkpoint, or the folder of a run: then its newest good one.
-        dtype: of `DTYPES`; None is the run's `learner.precision`.
+        dtype: of `TORCH_NAMES`; None is the run's `learner.precision`.
 
     Raises:
         CheckpointError: there is no good checkpoint, or the folder can't be written.
         ConfigError: unknown dtype, or the folder is there already.
     """
     target = Path(out).absolute()
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in TORCH_NAMES:
+        raise ConfigError(f"--dtype {dtype} must be one of {', '.join(TORCH_NAMES)}")
     if target.exists():
         raise ConfigError(f"--out {out} is there already; choose another folder")
     checkpoint = open_checkpoint(source)
-    chosen = DTYPES[dtype or read_config(checkpoint).learner.precision]
+    name = TORCH_NAMES[dtype or read_config(checkpoint).learner.precision]
     unfinished: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        _write(checkpoint, unfinished, chosen)
+        _write(checkpoint, unfinished, name)
         unfinished.chmod(0o755)
         os.rename(unfinished, target)
-        sync_folder(target.parent)
+        sync(target.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the model can't be written to {out}: {error}") from error
     finally:
@@ -62,50 +59,23 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     return checkpoint.version
 
 
-def _write(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     for file in sorted((checkpoint.path / HF).iterdir()):
         shutil.copyfile(file, folder / file.name)
     config = model_config(checkpoint)
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    index: dict[str, str] = {}
-    total = 0
-    for number, tensors in enumerate(_files(checkpoint, dtype), 1):
-        name = f"model-{number:05d}.safetensors"
-        save_file(tensors, folder / name, {"format": "pt"})
-        index |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(set(index.values())) == 1:
-        os.rename(folder / "model-00001.safetensors", folder / "model.safetensors")
-    else:
-        tree = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(tree, indent=2))
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    write_weights(folder, _tensors(checkpoint, getattr(torch, dtype)))
+    sync_all(folder)
 
 
-def _files(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """The model's tensors, a file's worth at a time. Tied ones are there once, as transformers
-    writes them."""
-    held: dict[str, Tensor] = {}
-    for name, tensor in _tensors(checkpoint):
-        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > FILE_BYTES:
-            yield held
-            held = {}
-        held[name] = tensor
-    yield held
-
-
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Of the model, cast. Tied ones are there once, as transformers writes them."""
     for path in sorted(checkpoint.path.glob("train-*.safetensors")):
         with cast(Any, safe_open)(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 kind, _, name = cast(str, key).partition("/")
                 if kind in ("master", "buffer"):
-                    yield name, file.get_tensor(key)
+                    tensor: Tensor = file.get_tensor(key)
+                    yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor

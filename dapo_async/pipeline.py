@@ -180,6 +180,8 @@ class Pipeline:
         self.eval_reports: list[EvalReport] = []
         self.doing = "starting"
         """What the learner does or waits for, for people."""
+        self.timeline = 0
+        """Of the draws; see `DrawId`."""
         self._resumed = False
         self._step: tuple[Batch, list[GroupMeta]] | None = None
         """What the learner is told to train, until its answer is taken in."""
@@ -196,6 +198,9 @@ class Pipeline:
         # Signals: set by whoever changes something, cleared by the one loop that looks.
         self._room = asyncio.Event()
         self._groups_changed = asyncio.Event()
+        self._holdable = asyncio.Condition()
+        """Notified when a worker may have become one that an evaluation can hold: not `news`, which
+        would wake every worker whenever one of them is updated."""
         self._last_progress = 0.0
         self._update_turns = asyncio.Semaphore(max(1, len(workers) - 1))
 
@@ -314,7 +319,7 @@ class Pipeline:
         ]
         return {
             "version": queue["version"],
-            "published": self.broadcast.published,
+            "timeline": self.timeline,
             "publications": self.broadcast.count,
             "source": self.source.state(),
             "ledger": queue["ledger"],
@@ -326,8 +331,11 @@ class Pipeline:
             "evaluations": run_state.pack_reports(self.eval_reports),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], timeline: int) -> None:
         """Go on from a `state`; before `run`, with a learner that has restored the same version.
+
+        Args:
+            timeline: later than that of the state, and than any that workers have heard of.
 
         Raises:
             ConfigError: the prompts are others, or come in another order.
@@ -337,7 +345,9 @@ class Pipeline:
             version = int(state["version"])
             self.source.restore(state["source"])
             run, prompt_of = self.config.run.name, self.source.prompt
-            live = [run_state.unpack_draw(packed, run, prompt_of) for packed in state["live"]]
+            live = [
+                run_state.unpack_draw(packed, run, timeline, prompt_of) for packed in state["live"]
+            ]
             self._draws = {one.draw.draw_id: one.draw for one in live}
             delay = self.config.weights.delay
             gone = self.queue.restore(
@@ -361,6 +371,7 @@ class Pipeline:
             self.source.put_back(self._draws.pop(draw_id).prompt)
         if gone:
             log.warning("%d live groups fit no step any more; their prompts come again", len(gone))
+        self.timeline = timeline
         self._resumed = True
         self._room.set()
 
@@ -582,6 +593,7 @@ class Pipeline:
                 finally:
                     worker.updating = False
             if updated is None:
+                await self._tell_evaluation()
                 await self._newer_target(target, UPDATE_RETRY_S)
                 continue
             if updated.version < target:
@@ -615,8 +627,11 @@ class Pipeline:
         self.fleet.prove(worker, version)
         self._progress()
         self._room.set()
-        async with self.broadcast.news:
-            self.broadcast.news.notify_all()
+        await self._tell_evaluation()
+
+    async def _tell_evaluation(self) -> None:
+        async with self._holdable:
+            self._holdable.notify_all()
 
     # ---- dispatch ------------------------------------------------------------------------------
 
@@ -636,7 +651,7 @@ class Pipeline:
                     break
                 assert worker.version is not None
                 epoch, position, prompt = self.source.draw()
-                draw_id = DrawId(self.config.run.name, epoch, position)
+                draw_id = DrawId(self.config.run.name, epoch, position, self.timeline)
                 lease_id = self.queue.admit(draw_id, worker.version, self._now())
                 draw = batching.stamp_draw(
                     self.config, draw_id, prompt, self.stop_ids, self.queue.version
@@ -755,8 +770,8 @@ class Pipeline:
         with an error in the log, after `rollout.max_attempts` lost workers."""
         attempts = self.config.rollout.max_attempts
         for attempt in range(1, attempts + 1):
-            async with self.broadcast.news:
-                await self.broadcast.news.wait_for(lambda: self.fleet.can_hold(wanted))
+            async with self._holdable:
+                await self._holdable.wait_for(lambda: self.fleet.can_hold(wanted))
                 worker = self.fleet.hold(wanted, self._now())
             self._progress()
             try:
@@ -779,8 +794,9 @@ class Pipeline:
                 return
             finally:
                 self.fleet.release(worker, self._now())
-                async with self.broadcast.news:
+                async with self.broadcast.news:  # it may be updated again
                     self.broadcast.news.notify_all()
+                await self._tell_evaluation()
             await asyncio.sleep(EVAL_RETRY_S)
         log.error("the evaluation at version %d is given up: no worker finished it", wanted)
 

@@ -255,18 +255,12 @@ class PromptSource:
             raise ConfigError("two prompts have the same row id")
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = fingerprint(self._prompts)
         self._epoch = 0
         self._offset = 0
         self._position = 0
         self._returned: deque[Prompt] = deque()
         self._quarantined: set[str] = set()
         self._order = self._order_of(0)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the data."""
-        return self._fingerprint
 
     @property
     def epoch(self) -> int:
@@ -309,20 +303,19 @@ class PromptSource:
             "quarantined": sorted(self._quarantined),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "fingerprint": self._fingerprint,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a cursor taken by `state`; nothing changes if it is refused.
 
         Raises:
-            ConfigError: the cursor belongs to other data, another seed or another `shuffle`.
-            CheckpointError: the cursor is malformed.
+            ConfigError: the cursor belongs to another seed or another `shuffle`.
+            CheckpointError: the cursor is malformed, or of other data. (Only `fingerprint` tells
+                all other data: `resume.check` compares it.)
         """
         expected = {
             "seed": (self._seed, "run.seed"),
             "shuffle": (self._shuffle, "data.shuffle"),
-            "fingerprint": (self._fingerprint, "the content of data.train"),
         }
         for key, (now, name) in expected.items():
             if state.get(key) != now:

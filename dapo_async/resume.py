@@ -65,7 +65,7 @@ def choose(config: Config, folder: RunFolder, resume: str, identity: Identity) -
                     f"{folder.path} holds a run of {progress} steps but no checkpoint: set "
                     "`run.overwrite: true` to start it anew, and `checkpoint.every` to have some"
                 )
-            folder.start_anew()
+            folder.begin(overwrite=True)
             return None
         found = own.newest()
     else:

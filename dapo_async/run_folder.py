@@ -25,8 +25,8 @@ class RunFolder:
     tensorboard/, checkpoints/, checkpoint/.
 
     Args:
-        resume: leave what is there until it is known what to do with it: `begin`, `start_anew` or
-            `go_on` comes next.
+        resume: leave what is there until it is known what to do with it: `begin` or `go_on` comes
+            next.
 
     Raises:
         ConfigError: another process uses it, it holds an earlier run and `run.overwrite` is off,
@@ -66,10 +66,6 @@ class RunFolder:
             self._sign()
         except OSError as error:
             raise ConfigError(f"the run folder {self.path} can't be written: {error}") from None
-
-    def start_anew(self) -> None:
-        """`begin`, whatever is there."""
-        self.begin(overwrite=True)
 
     def go_on(self, step: int) -> None:
         """Make it the folder of a run that goes on after `step`: samples of later steps go.

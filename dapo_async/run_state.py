@@ -36,11 +36,11 @@ def pack_draw(live: LiveDraw) -> dict[str, Any]:
 
 
 def unpack_draw(
-    packed: Mapping[str, Any], run: str, prompt_of: Callable[[str], Prompt]
+    packed: Mapping[str, Any], run: str, timeline: int, prompt_of: Callable[[str], Prompt]
 ) -> LiveDraw:
-    """As it was, in a run of the given name."""
+    """As it was, but of the given run and timeline."""
     draw = decode(packed["draw"], Draw)
-    draw_id = DrawId(run, draw.draw_id.epoch, draw.draw_id.position)
+    draw_id = DrawId(run, draw.draw_id.epoch, draw.draw_id.position, timeline)
     draw = replace(draw, draw_id=draw_id, prompt=prompt_of(draw.prompt.row_id))
     return LiveDraw(draw=draw, attempt=int(packed["attempt"]), oldest=int(packed["oldest"]))
 

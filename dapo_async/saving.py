@@ -27,11 +27,11 @@ from dapo_async.checkpoint import (
     Checkpoints,
     FileRecord,
     hash_of,
-    model_files,
     write_file,
 )
 from dapo_async.config import Config
 from dapo_async.errors import CheckpointError, RunError
+from dapo_async.model_folder import model_files
 from dapo_async.types import EvalReport
 from dapo_async.waiting import within
 

@@ -24,12 +24,20 @@ Extra = Mapping[str, Any]
 """What users add to prompts and rewards: JSON-like values under text keys."""
 
 
+TORCH_NAMES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""`learner.precision` as torch calls it, and with it Hugging Face and SGLang."""
+
+
 class DrawId(NamedTuple):
     """One draw of a prompt. Orders by epoch, then position: the order of drawing within a run."""
 
     run: str
     epoch: int
     position: int
+    timeline: int = 0
+    """How often the run had gone on from a checkpoint. The same position may be drawn again after
+    that with another outcome: what belongs to a timeline that was left is of no use. Noise is keyed
+    by the position alone."""
 
 
 class LeaseId(NamedTuple):

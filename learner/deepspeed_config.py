@@ -28,7 +28,6 @@ from learner.model import Policy
 
 REDUCE_BUCKET = 50_000_000
 """Elements of one gradient all-reduce."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PLANNED = "`learner.max_tokens_per_microbatch`"
 _PRECISION = "`learner.precision`"

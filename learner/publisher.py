@@ -12,8 +12,6 @@ do together, and whoever fails goes on to the end of it, so that nobody waits fo
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import tempfile
@@ -25,7 +23,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from dapo_async.checkpoint import sync_all
 from dapo_async.errors import CheckpointError
+from dapo_async.model_folder import TOKENIZER_FILES, files_of, write_weights
 from dapo_async.types import WeightVersion
 from dapo_async.weights import WeightStore
 from learner.canary import canary_of
@@ -33,21 +33,6 @@ from learner.model import Policy
 
 GATHER_BYTES = 256 << 20
 """What is whole of a model at ZeRO-3 while it is gathered."""
-FILE_BYTES = 4 << 30
-"""Largest file of a saved model at ZeRO-3."""
-
-# What a tokenizer may consist of; weights and the model's own config are written anew.
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -196,11 +181,9 @@ def save_hf(model: nn.Module, tokenizer_from: str | Path, path: str | Path) -> N
             _write_sharded(model, weights, unfinished)
         else:
             cast(Any, model).save_pretrained(unfinished)
-        for pattern in _TOKENIZER_FILES:
-            for file in Path(tokenizer_from).glob(pattern):
-                if file.is_file():
-                    shutil.copy2(file, unfinished / file.name)
-        _sync(unfinished)
+        for file in files_of(tokenizer_from, TOKENIZER_FILES):
+            shutil.copy2(file, unfinished / file.name)
+        sync_all(unfinished)
         unfinished.chmod(0o755)
         _replace(unfinished, target)
     except OSError as error:
@@ -212,48 +195,14 @@ def save_hf(model: nn.Module, tokenizer_from: str | Path, path: str | Path) -> N
 
 
 def _write_sharded(model: nn.Module, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """As `save_pretrained` does, one file after another: the whole model is never in memory."""
-    from safetensors.torch import save_file
-
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    room = FILE_BYTES
-    sizes: dict[str, int] = {}
-    for name, dtype, shape in weight_shapes(model):
-        sizes[name] = math.prod(shape) * getattr(torch, dtype).itemsize
-        if files[-1] and sizes[name] > room:
-            files.append({})
-            room = FILE_BYTES
-        files[-1][name] = shape
-        room -= sizes[name]
-    index: dict[str, str] = {}
-    for number, file in enumerate(files, 1):
-        one = len(files) == 1
-        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        held: dict[str, Tensor] = {}
-        for name, weight in weights:
-            held[name] = weight.to("cpu", copy=True).contiguous()
-            index[name] = file_name
-            if len(held) == len(file):
-                break
-        save_file(held, folder / ("model.safetensors" if one else file_name), {"format": "pt"})
-    if len(files) > 1:
-        tree = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(tree, indent=2))
+    """As `save_pretrained` does, but the whole model is never in memory."""
+    write_weights(folder, weights)
     config: Any = cast(Any, model).config
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
-
-
-def _sync(folder: Path) -> None:
-    for entry in (*folder.iterdir(), folder):
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _replace(source: Path, target: Path) -> None:

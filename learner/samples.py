@@ -158,8 +158,8 @@ def _dummy() -> MicroBatch:
 
 
 def _name(ref: SampleRef) -> str:
-    run, epoch, position = ref.draw_id
-    return f"sample {ref.trajectory_index} of draw {run}/{epoch}/{position}"
+    draw = ref.draw_id
+    return f"sample {ref.trajectory_index} of draw {draw.run}/{draw.epoch}/{draw.position}"
 
 
 def _check_group(config: Config, version: int, group: Group, vocab_size: int) -> None:

@@ -36,8 +36,8 @@ from dapo_async import off_policy
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError, DivergedError, GateError, RunError
 from dapo_async.loss import LossParams, LossSums, policy_loss, proximal_logprobs
-from dapo_async.types import Batch, DrawId, Group, Minibatch, SampleRef, StepReport
-from learner.deepspeed_config import DTYPES, check_device, drop_gradients, start_engine
+from dapo_async.types import TORCH_NAMES, Batch, DrawId, Group, Minibatch, SampleRef, StepReport
+from learner.deepspeed_config import check_device, drop_gradients, start_engine
 from learner.model import Policy, load_policy
 from learner.pool import Pool
 from learner.samples import MicroBatch, SampleKey, build, check_share, log_prob_passes
@@ -87,7 +87,7 @@ class Trainer:
         policy = load_policy(
             model_path or config.model.path,
             config.model.attention,
-            DTYPES[learner.precision],
+            getattr(torch, TORCH_NAMES[learner.precision]),
             chunk=learner.logprob_chunk,
             checkpointing=learner.gradient_checkpointing,
         )

@@ -31,6 +31,7 @@ from dapo_async.errors import (
     LearnerLostError,
     RunError,
     WorkersLostError,
+    last_line,
 )
 from dapo_async.types import Batch, Group, LeaseId, StepReport, WeightVersion
 
@@ -327,13 +328,13 @@ class RayLearner:
         starts = [actor.start.remote(address, port) for actor in self._actors]
         await self._call(_all(starts), timeout)
 
-    async def restart(self) -> None:
-        """End what is left of the ranks, and start all of them anew. The payloads go, too: they
-        belong to leases that will be issued again."""
+    async def restart(self, timeline: int) -> None:
+        """End what is left of the ranks, and start all of them anew. The payloads go, too: draws
+        are of this timeline from now on."""
         for actor in self._actors:
             ray.kill(actor)
         self._stepping = []
-        await self._call(self._store.clear.remote(), CALL_TIMEOUT_S, "payload store")
+        await self._call(self._store.clear.remote(timeline), CALL_TIMEOUT_S, "payload store")
         self._actors = self._make()
         await self.start()
 
@@ -471,18 +472,13 @@ class RayLearner:
                 async with asyncio.timeout(DEATH_S):
                     await actor.health.remote()
             except RayActorError as error:
-                return f"rank {rank}: {_last_line(error)}"
+                return f"rank {rank}: {last_line(str(error))}"
             except (RayError, TimeoutError):
                 pass  # busy, but alive as far as anybody knows
             return None
 
         found = await asyncio.gather(*(ask(*ranked) for ranked in enumerate(self._actors)))
         return next((reason for reason in found if reason), None)
-
-
-def _last_line(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 async def _all(references: Sequence[Awaitable[T]]) -> list[T]:

@@ -147,6 +147,7 @@ class FakeWorker:
         self.random = random.Random(f"{world.seed} {name}")
         self.version = 0
         self.starts = 0
+        self.rewinds = 0
         self.evaluating = False
         self.updating = False
         self.results: list[GroupMeta | LeaseFailure] = []
@@ -191,6 +192,10 @@ class FakeWorker:
         self.tasks.pop(lease.lease_id, None)
         self.results.append(group_meta(lease, self.name, oldest, self.version, accs))
         self.news.set()
+
+    async def rewind(self) -> None:
+        self.rewinds += 1
+        self._die()
 
     def kill(self) -> None:
         self._die()

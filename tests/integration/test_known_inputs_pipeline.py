@@ -31,7 +31,6 @@ from dapo_async.pipeline import Pipeline
 from dapo_async.prompts import PromptSource
 from dapo_async.studies.virtual_time import run
 from dapo_async.types import (
-    DrawId,
     GroupMeta,
     Lease,
     LeaseFailure,
@@ -259,22 +258,24 @@ def test_a_group_delivered_twice_is_trained_once(when: str) -> None:
 
 
 def test_a_group_of_another_run_or_of_an_expired_attempt_is_refused() -> None:
-    """Same place in the data, another run; and an attempt that was never given out."""
+    """Same place in the data, another run; another timeline of this one; and an attempt that was
+    never given out."""
 
     def foreign(results: list[Result]) -> list[Result]:
         made: list[Result] = []
         for meta in results:
             assert isinstance(meta, GroupMeta)
-            _, epoch, at = meta.lease_id.draw_id
-            elsewhere = LeaseId(DrawId("an-earlier-run", epoch, at), 0)
-            unknown = LeaseId(meta.lease_id.draw_id, 7)
-            made += [replace(meta, lease_id=lease) for lease in (elsewhere, unknown)]
+            draw = meta.lease_id.draw_id
+            elsewhere = LeaseId(draw._replace(run="an-earlier-run"), 0)
+            left = LeaseId(draw._replace(timeline=1), 0)
+            unknown = LeaseId(draw, 7)
+            made += [replace(meta, lease_id=lease) for lease in (elsewhere, left, unknown)]
         return [*made, *results]
 
     outcome = simulate(calm(), lambda pipeline: on_answers(pipeline, foreign))
     check_end(outcome, 6)
     ledger = outcome.pipeline.queue.ledger
-    assert ledger.late == 2 * ledger.trained == 2 * ledger.drawn
+    assert ledger.late == 3 * ledger.trained == 3 * ledger.drawn
     leases = [lease for batch in outcome.learner.batches for lease in batch.lease_ids]
     assert {lease.draw_id.run for lease in leases} == {"fake"}
     assert {lease.attempt for lease in leases} == {0}

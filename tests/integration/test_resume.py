@@ -13,7 +13,7 @@ import pytest
 
 from dapo_async import run_state
 from dapo_async.batching import learning_rate
-from dapo_async.errors import CheckpointError, ConfigError
+from dapo_async.errors import CheckpointError
 from dapo_async.pipeline import Pipeline
 from dapo_async.prompts import PromptSource
 from dapo_async.replay import ReplayQueue
@@ -69,7 +69,7 @@ def live(
         found.append(Life(0 if saved is None else saved[0], pipeline, saver))
         if saved is not None:
             pipeline.learner.version = saved[0]  # type: ignore[attr-defined]
-            pipeline.restore(run_state.from_bytes(saved[1], "memory"))
+            pipeline.restore(run_state.from_bytes(saved[1], "memory"), 1)
             queue = pipeline.queue
             queue.ledger.check()
             assert queue.feasible(queue.step, queue.due, queue.oversample), "no bound at once"
@@ -153,7 +153,7 @@ def test_what_was_live_comes_again_as_the_same_draw_and_a_later_attempt() -> Non
     held = {
         (unpacked.draw.draw_id.position, unpacked.attempt)
         for unpacked in (
-            run_state.unpack_draw(packed, "fake", first.pipeline.source.prompt)
+            run_state.unpack_draw(packed, "fake", 0, first.pipeline.source.prompt)
             for packed in run_state.from_bytes(state, "memory")["live"]
         )
     }
@@ -178,7 +178,7 @@ def test_the_restored_weights_are_published_before_anything_is_trained() -> None
         def prepare(pipeline: Pipeline) -> None:
             pipeline.learner.version = version  # type: ignore[attr-defined]
             commit = pipeline.learner.commit
-            pipeline.restore(run_state.from_bytes(state, "memory"))
+            pipeline.restore(run_state.from_bytes(state, "memory"), 1)
 
             async def watched(number: int) -> Any:
                 published.append(number)
@@ -192,6 +192,21 @@ def test_the_restored_weights_are_published_before_anything_is_trained() -> None
     assert published == list(range(version, 7))
 
 
+def test_lost_groups_are_not_given_up_though_the_restored_version_is_not_due_to_be_published() -> (
+    None
+):
+    """Nobody may start them before the workers have the restored version, and there are as many as
+    the next step needs: unless it is published at once, learner and workers wait for each other
+    until the groups are overdue."""
+    world = World(eta=3, depth=4.0, interval=2, straggler_rate=0.0)
+    saved = live(world, None, None, 1).saver.kept[0]
+    held = run_state.from_bytes(saved[1], "memory")["live"]
+    assert saved[0] == 1 and len(held) >= 4
+    second = live(world, saved, None, 1)
+    assert second.finished
+    assert not second.pipeline.queue.ledger.dropped
+
+
 def test_a_step_under_way_when_the_run_ends_can_be_taken_in_afterwards() -> None:
     """The state of a run that is broken off in a step: before it is taken in, its groups are live;
     afterwards they are trained."""
@@ -201,13 +216,13 @@ def test_a_step_under_way_when_the_run_ends_can_be_taken_in_afterwards() -> None
     assert training and pipeline._step is not None
     before = pipeline.state()
     assert before["version"] == 0 and before["ledger"]["trained"] == 0
-    drawn = {run_state.unpack_draw(d, "fake", pipeline.source.prompt).draw.draw_id
+    drawn = {run_state.unpack_draw(d, "fake", 0, pipeline.source.prompt).draw.draw_id
              for d in before["live"]}  # fmt: skip
     assert set(training) <= drawn
     other = Pipeline(pipeline.config, type(pipeline.source)(), [], None, None)  # type: ignore[arg-type, call-arg]
 
     async def restore(state: Mapping[str, Any]) -> None:
-        other.restore(state)
+        other.restore(state, 0)
 
     run(restore(before))
     assert {draw_id for draw_id, _ in other.queue.unleased()} == drawn
@@ -226,8 +241,6 @@ def test_a_resume_at_the_end_of_an_epoch_goes_on_with_the_next_one() -> None:
     assert second.finished and second.pipeline.queue.version == 4
     drawn = [lease.draw_id for batch in second.batches for lease in batch.lease_ids]
     assert [(draw.epoch, draw.position) for draw in drawn] == [(1, 4), (1, 5), (1, 6), (1, 7)]
-    with pytest.raises(ConfigError, match=r"data\.train"):
-        live(world, (version, state), None, 2, PromptSource(rows[:3], seed=3))
 
 
 def test_a_tighter_bound_sends_what_no_longer_fits_back_to_its_prompts() -> None:

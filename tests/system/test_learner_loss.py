@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dapo_async.metrics import read_jsonl
-from tests.system.conftest import tiny_run
+from tests.system.conftest import last_step, tiny_run
 from tests.system.test_cluster import until
 from tests.system.test_commands import Command, write
 
@@ -52,11 +52,7 @@ def test_the_learner_goes_back_to_its_checkpoint_while_driver_and_workers_live_o
     command = Command("train", write(tmp_path / "run.yaml", tree), DAPO_TEST_GO=str(go))
     run = tmp_path / "loss"
 
-    def steps() -> int:
-        path = run / "metrics.jsonl"
-        return max((row["step"] for row in read_jsonl(path)), default=0) if path.exists() else 0
-
-    until("a step beyond a checkpoint", command, lambda: steps() >= 5)
+    until("a step beyond a checkpoint", command, lambda: last_step(run) >= 5)
     workers = {process.pid for process in processes(command, "RolloutWorker")}
     ranks = processes(command, "LearnerRank")
     assert len(workers) == 2 and len(ranks) == 2
@@ -70,8 +66,8 @@ def test_the_learner_goes_back_to_its_checkpoint_while_driver_and_workers_live_o
         return len(now) == 2 and not now & killed
 
     until("new ranks", command, started_anew)
-    before = steps()
-    until("going on", command, lambda: steps() >= before + 3)
+    before = last_step(run)
+    until("going on", command, lambda: last_step(run) >= before + 3)
     assert {process.pid for process in processes(command, "RolloutWorker")} == workers
     go.touch()
     assert command.wait(RUN_S) == 0, command.output
@@ -101,8 +97,7 @@ def test_without_a_checkpoint_the_loss_ends_the_run(tiny: Path, tmp_path: Path) 
     )
     config = write(tmp_path / "run.yaml", tree)
     command = Command("train", config, DAPO_TEST_GO=str(tmp_path / "never"))
-    path = tmp_path / "none" / "metrics.jsonl"
-    until("a step", command, lambda: path.exists() and bool(read_jsonl(path)))
+    until("a step", command, lambda: last_step(tmp_path / "none") > 0)
     os.kill(processes(command, "LearnerRank")[0].pid, signal.SIGKILL)
     assert command.wait(RUN_S) == 4, command.output
     assert "there is no checkpoint to go back to" in " ".join(command.output.split())

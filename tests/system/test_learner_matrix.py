@@ -4,8 +4,7 @@ ranks: all train what plain torch trains."""
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trainer_ranks import Ranks, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.engine import check_canary
@@ -29,9 +29,6 @@ from tests.system.training_batches import (
     WHOLE,
     make_work,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from trainer_ranks import Ranks, make_config
 
 pytestmark = pytest.mark.system
 
@@ -65,21 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(folder: Path) -> dict[str, Tensor]:
     path = str(folder / "model")
     return reference(path, configure(folder, 1), work(1), TEMPERATURE)
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[int], Ranks]]:
-    """Ranks by their number; one set of processes runs all cells of its size."""
-    sets: dict[int, Ranks] = {}
-
-    def get(world: int) -> Ranks:
-        if world not in sets:
-            sets[world] = Ranks(world)
-        return sets[world]
-
-    yield get
-    for ranks in sets.values():
-        ranks.close()
 
 
 def configure(folder: Path, ranks: int, **changes: Any) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trainer_ranks import Ranks, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.engine import check_canary
@@ -33,9 +33,6 @@ from tests.system.training_batches import (
     make_groups,
     make_work,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from trainer_ranks import Ranks, make_config
 
 pytestmark = pytest.mark.system
 

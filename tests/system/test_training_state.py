@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainer_ranks import Ranks, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dapo_async.config import Config
 from tests.system.plain_torch import Work
 from tests.system.training_batches import ONE_RANK_HALVES, TWO_RANK_HALVES, VOCAB, make_work
-
-sys.path.insert(0, str(Path(__file__).parent))
-from trainer_ranks import Ranks, make_config
 
 pytestmark = pytest.mark.system
 CELLS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
@@ -48,20 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"zero_optimization": {"stage3_param_persistence_threshold": 40}}
     (folder / "deepspeed.json").write_text(json.dumps(settings))
     return folder
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[int], Ranks]]:
-    sets: dict[int, Ranks] = {}
-
-    def get(world: int) -> Ranks:
-        if world not in sets:
-            sets[world] = Ranks(world)
-        return sets[world]
-
-    yield get
-    for ranks in sets.values():
-        ranks.close()
 
 
 def configure(folder: Path, world: int, stage: int, precision: str = "fp32") -> Config:

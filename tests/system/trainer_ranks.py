@@ -324,6 +324,7 @@ def publish_and_save(
 ) -> tuple[dict[str, Tensor], WeightVersion | None, int]:
     """Train, publish and save in small buckets and files: the weights, the manifest (on rank 0) and
     the elements that were whole at once."""
+    from dapo_async import model_folder
     from learner import publisher as module
 
     trainer = trainer_for(rank, world, port, config)
@@ -339,7 +340,7 @@ def publish_and_save(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "gathered", watched)
         patch.setattr(module, "GATHER_BYTES", 4096)
-        patch.setattr(module, "FILE_BYTES", 12000)
+        patch.setattr(model_folder, "FILE_BYTES", 12000)
         if rank == 0:
             publisher = module.Publisher(WeightStore(root))
             manifest = publisher.publish(trainer.version, trainer.policy).result(60)

@@ -215,6 +215,54 @@ def test_only_blockers_that_are_old_enough_are_overdue() -> None:
     assert q.overdue(1e9, timeout=100.0) == ([], None), "nothing blocks a batch that can be formed"
 
 
+def test_a_group_that_blocks_nothing_only_says_when_to_look_again() -> None:
+    q = queue(eta=1, groups=2, depth=2.0)
+    admit(q, 0, 1, now=0.0)
+    complete(q, 0, 1)
+    q.form_batch()
+    admit(q, 2, now=10.0)
+    assert q.overdue(20.0, timeout=100.0) == ([], 110.0)
+    q.lose(draw(2))
+    q.reissue(draw(2), 1, now=50.0)
+    assert q.overdue(110.0, timeout=100.0) == ([], 150.0), "its new attempt counts"
+    q.drop(draw(2), "test")
+    assert q.overdue(110.0, timeout=100.0) == ([], None)
+
+
+@given(
+    eta=st.integers(0, 3),
+    groups=st.integers(1, 3),
+    acts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=60),
+)
+def test_a_batch_is_formed_exactly_when_all_others_can_still_be_trained(
+    eta: int, groups: int, acts: list[tuple[int, int]]
+) -> None:
+    q = queue(eta=eta, groups=groups, steps=12)
+    oldest: dict[int, int] = {}
+    done: set[int] = set()
+    for act, number in acts:
+        if act == 0 and q.can_admit(version := max(0, q.version - number % (eta + 1))):
+            new = len(oldest)
+            oldest[new] = version
+            admit(q, new, version=version)
+        elif act in (1, 2) and oldest:
+            wanted = sorted(oldest)[number % len(oldest)]
+            if q.is_current(LeaseId(draw(wanted), 0)):
+                complete(q, wanted, version=oldest[wanted])
+                done.add(wanted)
+        elif act == 3 and q.step < 12:
+            ready = sorted((oldest[n] + eta, n) for n in done)[:groups]
+            left = Counter(q.due)
+            left.subtract(deadline for deadline, _ in ready)
+            legal = len(ready) == groups and q.feasible(q.step + 1, +left)
+            formed = q.form_batch()
+            assert (formed is not None) == legal
+            if formed is not None:
+                assert positions(formed.groups) == sorted(n for _, n in ready)
+                done -= {n for _, n in ready}
+                q.trained()
+
+
 # ---- changes of the bounds ---------------------------------------------------------------------
 
 

@@ -515,13 +515,26 @@ def test_a_worker_that_comes_back_on_another_node_loads_from_there(
 
 def test_a_payload_that_a_lost_worker_stores_late_is_thrown_away() -> None:
     store = PayloadStore()
-    store.put(b"told", b"12345")
-    store.discard([b"told", b"never came"])
-    store.put(b"never came", b"late")
+    told, never_came, next_attempt = (encode(LeaseId(LEASE_ID.draw_id, i)) for i in range(3))
+    store.put(told, b"12345")
+    store.discard([told, never_came])
+    store.put(never_came, b"late")
     assert store.health()["groups"] == store.health()["bytes"] == 0
-    store.put(b"next attempt", b"123")
-    assert store.get([b"next attempt"]) == [b"123"]
+    store.put(next_attempt, b"123")
+    assert store.get([next_attempt]) == [b"123"]
     assert store.health()["bytes"] == 3
+
+
+def test_a_payload_of_a_timeline_that_was_left_is_thrown_away_whenever_it_comes() -> None:
+    store = PayloadStore()
+    before, after = (encode(LeaseId(DrawId("run", 0, 0, timeline), 0)) for timeline in (1, 2))
+    store.put(before, b"12345")
+    store.clear(2)
+    assert store.health()["groups"] == store.health()["bytes"] == 0
+    store.put(after, b"123")
+    store.put(before, b"late")
+    assert store.get([after]) == [b"123"]
+    assert store.health()["groups"] == 1 and store.health()["bytes"] == 3
 
 
 # ---- LearnerRank -------------------------------------------------------------------------------
