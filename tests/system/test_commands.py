@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 class Command:
     """One `dapo-async` process, and every process it leaves behind."""
+
+    running: ClassVar[list[subprocess.Popen[bytes]]] = []
+    """What a test that fails has left; `conftest` ends them."""
 
     def __init__(self, *args: str, cwd: Path = ROOT, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
@@ -44,6 +47,7 @@ class Command:
             env=environment,
             start_new_session=True,
         )
+        self.running.append(self.process)
         self.output = ""
 
     def wait(self, timeout: float = 180.0) -> int:

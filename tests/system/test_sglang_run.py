@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -17,8 +18,7 @@ import pytest
 
 from actors.sglang_process import ServerProcess, server_arguments
 from dapo_async.config import validate
-from dapo_async.metrics import read_jsonl
-from tests.system.conftest import tiny_run
+from tests.system.conftest import last_step, tiny_run
 from tests.system.test_cluster import until
 from tests.system.test_commands import Command, write
 
@@ -38,15 +38,30 @@ def sglang_run(tiny: Path, name: str, folder: Path, **sections: Any) -> dict[str
 
 
 def servers(command: Command) -> list[psutil.Process]:
-    """The SGLang servers of a run."""
-    return [p for p in command.alive() if "actors.sglang_server" in " ".join(p.cmdline())]
+    """The SGLang servers of a run that take calls."""
+    found: list[psutil.Process] = []
+    for process in command.alive():
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if "actors.sglang_server" in process.cmdline() and listening(process):
+                found.append(process)
+    return found
 
 
-def listening(process: psutil.Process) -> bool:
-    try:
-        return any(c.status == psutil.CONN_LISTEN for c in process.net_connections("inet"))
-    except psutil.Error:
-        return False
+def listening(process: psutil.Process) -> set[int]:
+    """The ports on which a process takes calls."""
+    connections = process.net_connections("inet")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def asked(command: Command, server: psutil.Process) -> int:
+    """Calls that a server hasn't answered."""
+    ports = listening(server)
+    found = 0
+    for process in command.alive():
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections("inet"):
+                found += bool(connection.raddr) and connection.raddr.port in ports
+    return found
 
 
 def test_two_servers_train_together_and_the_loss_of_one_loses_no_group(
@@ -62,34 +77,36 @@ def test_two_servers_train_together_and_the_loss_of_one_loses_no_group(
         trainer={"steps": STEPS},
     )
     command = Command("train", write(tmp_path / "run.yaml", tree), DAPO_TEST_GO=str(go))
-    path = tmp_path / "two" / "metrics.jsonl"
-
-    def steps() -> int:
-        return len(read_jsonl(path)) if path.exists() else 0
-
-    def ready() -> list[psutil.Process]:
-        return [server for server in servers(command) if listening(server)]
-
-    until("two servers", command, lambda: len(ready()) == 2)
-    before = steps()
-    until("three steps on them", command, lambda: steps() >= before + 3)
+    run = tmp_path / "two"
+    until("two servers", command, lambda: len(servers(command)) == 2)
+    before = last_step(run)
+    until("three steps on them", command, lambda: last_step(run) >= before + 3)
     assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, (
         "reachable from other machines"
     )
-    first, second = ready()
-    os.kill(first.pid, signal.SIGSTOP)  # so that it has groups in flight when it dies
-    time.sleep(2)
+    first, second = servers(command)
+
+    def stopped_with_groups() -> bool:
+        """Frozen while it has groups in flight, which it then has when it dies."""
+        first.suspend()
+        time.sleep(0.5)
+        if asked(command, first) >= 2:  # one of them may be for an update
+            return True
+        first.resume()
+        return False
+
+    until("groups in flight", command, stopped_with_groups)
     os.kill(first.pid, signal.SIGKILL)
     known = {first.pid, second.pid}
 
-    until("a new server", command, lambda: any(p.pid not in known for p in ready()))
-    before = steps()
-    until("going on", command, lambda: steps() >= before + 3)
+    until("a new server", command, lambda: any(p.pid not in known for p in servers(command)))
+    before = last_step(run)
+    until("going on", command, lambda: last_step(run) >= before + 3)
     go.touch()
     assert command.wait(RUN_S) == 0, command.output
     assert command.leftovers() == []
 
-    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["exit_reason"] == "done" and summary["steps"] == STEPS
     assert summary["engine"] == "sglang" and summary["engine_version"].startswith("sglang 0.")
     ledger = summary["ledger"]
