@@ -16,7 +16,7 @@ N samples.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -294,14 +294,18 @@ def _spread(
 def _fit(order: list[int], lengths: list[int], bins: list[list[int]], room: list[int]) -> bool:
     """Puts each sample into the bin it fills best (best fit). False: no room for one of them."""
     count = len(bins)
-    free = sorted(r * count + b for b, r in enumerate(room))  # sorted by room, then bin
+    # Most room first, so that the many empty bins of a first try needn't move; full ones leave.
+    free = sorted(-(r * count + b) for b, r in enumerate(room))
+    smallest = lengths[order[-1]] * count if order else 0
     for i in order:
-        place = bisect_left(free, lengths[i] * count)
-        if place == count:
+        length = lengths[i] * count
+        place = bisect_right(free, -length)
+        if place == 0:
             return False
-        key = free.pop(place)
-        insort(free, key - lengths[i] * count)
+        key = -free.pop(place - 1)
         bins[key % count].append(i)
+        if key - length >= smallest:
+            insort(free, length - key)
     return True
 
 

@@ -15,6 +15,7 @@ version that any of its tokens may have: the last step that may train it.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -161,6 +162,10 @@ class ReplayQueue:
         self._due: Counter[int] = Counter()
         """Waiting groups by deadline; at most η + 2 keys."""
         self._complete = 0
+        self._complete_due: Counter[int] = Counter()
+        """The complete ones of them."""
+        self._started: list[tuple[float, DrawId, int]] = []
+        """Heap of (when, group, attempt); attempts that have ended are skipped."""
         self._lost: set[DrawId] = set()
         self._training: tuple[DrawId, ...] = ()
         self._in_training: dict[DrawId, tuple[int, int]] = {}
@@ -241,6 +246,7 @@ class ReplayQueue:
             raise GateError(f"{draw_id} admitted at version {worker_version} against the contract")
         self.ledger.draw(draw_id)
         self._waiting[draw_id] = _Group(attempt=0, oldest=worker_version, since=now)
+        heapq.heappush(self._started, (now, draw_id, 0))
         self._due[worker_version + self.max_staleness] += 1
         return LeaseId(draw_id, 0)
 
@@ -271,6 +277,7 @@ class ReplayQueue:
         self._move_deadline(group, oldest_version)
         group.complete = True
         self._complete += 1
+        self._complete_due[oldest_version + self.max_staleness] += 1
         return True
 
     def lose(self, draw_id: DrawId) -> None:
@@ -299,20 +306,23 @@ class ReplayQueue:
         self._move_deadline(group, worker_version)
         group.attempt += 1
         group.since = now
+        heapq.heappush(self._started, (now, draw_id, group.attempt))
         group.leased = True
         self._lost.remove(draw_id)
         self.ledger.reissued += 1
         return LeaseId(draw_id, group.attempt)
 
     def _move_deadline(self, group: _Group, oldest: int) -> None:
-        self._drop_due(group.oldest + self.max_staleness)
+        _take(self._due, group.oldest + self.max_staleness)
         group.oldest = oldest
         self._due[oldest + self.max_staleness] += 1
 
-    def _drop_due(self, deadline: int) -> None:
-        self._due[deadline] -= 1
-        if not self._due[deadline]:
-            del self._due[deadline]
+    def _leave(self, group: _Group) -> None:
+        """Its part in the counts."""
+        _take(self._due, group.oldest + self.max_staleness)
+        if group.complete:
+            self._complete -= 1
+            _take(self._complete_due, group.oldest + self.max_staleness)
 
     # ---- endings -------------------------------------------------------------------------------
 
@@ -332,8 +342,7 @@ class ReplayQueue:
         if draw_id not in self._waiting:
             raise GateError(f"{draw_id} isn't waiting, so it can't end")
         group = self._waiting.pop(draw_id)
-        self._drop_due(group.oldest + self.max_staleness)
-        self._complete -= group.complete
+        self._leave(group)
         self._lost.discard(draw_id)
         self.ledger.end(draw_id)
 
@@ -356,8 +365,7 @@ class ReplayQueue:
         for draw_id in batch:
             group = self._waiting.pop(draw_id)
             self._in_training[draw_id] = (group.attempt, group.oldest)
-            self._drop_due(group.oldest + self.max_staleness)
-            self._complete -= 1
+            self._leave(group)
         self._training = tuple(sorted(batch))
         self.filtered_while_waiting = 0
         return FormedBatch(step=step, groups=self._training, surplus=tuple(surplus))
@@ -367,6 +375,8 @@ class ReplayQueue:
             return None
         wanted = self.groups_per_step(self.step)
         if not self._complete or (self._complete < wanted and not short):
+            return None
+        if not self._blocks_nothing(wanted):
             return None
         surplus = self._surplus()
         gone = set(surplus)
@@ -381,6 +391,19 @@ class ReplayQueue:
         if not self.feasible(self.step + 1, self._due_without([*batch, *surplus])):
             return None
         return batch, surplus
+
+    def _blocks_nothing(self, wanted: int) -> bool:
+        """False: a batch of the complete groups with the earliest deadlines would leave groups
+        that the next steps can't take. By counts alone, since it is asked whenever a group
+        completes; True, too, where surplus has to be told apart first."""
+        if self._first_violation(self.step, self._due) is not None:
+            return True
+        left = self._due.copy()
+        for deadline in sorted(self._complete_due):
+            taken = min(wanted, self._complete_due[deadline])
+            left[deadline] -= taken
+            wanted -= taken
+        return self.feasible(self.step + 1, +left)
 
     def _due_without(self, draw_ids: Iterable[DrawId]) -> Counter[int]:
         due = self._due.copy()
@@ -429,7 +452,11 @@ class ReplayQueue:
         )
 
     def overdue(self, now: float, timeout: float) -> tuple[list[DrawId], float | None]:
-        """Blockers whose attempt is older than `timeout`, and when the next one will be."""
+        """Blockers whose attempt is older than `timeout`, and when to look again: when the next
+        unfinished group will be, or None if no blocker is left."""
+        first = self._first_started()
+        if first is not None and first + timeout > now:
+            return [], first + timeout  # without looking at every group
         late: list[DrawId] = []
         next_at: float | None = None
         for draw_id in self.blockers():
@@ -439,6 +466,16 @@ class ReplayQueue:
             elif next_at is None or at < next_at:
                 next_at = at
         return late, next_at
+
+    def _first_started(self) -> float | None:
+        """When the oldest attempt at an unfinished group was started."""
+        while self._started:
+            since, draw_id, attempt = self._started[0]
+            group = self._waiting.get(draw_id)
+            if group is not None and not group.complete and group.attempt == attempt:
+                return since
+            heapq.heappop(self._started)
+        return None
 
     # ---- event: trained ------------------------------------------------------------------------
 
@@ -493,6 +530,7 @@ class ReplayQueue:
         for draw_id, (attempt, oldest) in live.items():
             oldest = max(oldest, floor)
             self._waiting[draw_id] = _Group(attempt, oldest, since=now, leased=False)
+            heapq.heappush(self._started, (now, draw_id, attempt))
             self._due[oldest + self.max_staleness] += 1
             self._lost.add(draw_id)
         return self.rebound()
@@ -509,7 +547,9 @@ class ReplayQueue:
         draws first, and are returned so that their prompts are drawn again."""
         if max_staleness is not None and max_staleness != self.max_staleness:
             self.max_staleness = max_staleness
-            self._due = Counter(g.oldest + max_staleness for g in self._waiting.values())
+            groups = self._waiting.values()
+            self._due = Counter(g.oldest + max_staleness for g in groups)
+            self._complete_due = Counter(g.oldest + max_staleness for g in groups if g.complete)
         if groups_per_step is not None:
             self.groups_per_step = groups_per_step
         self.depth = min(depth or self.depth, float(self.max_staleness + 1))
@@ -517,6 +557,12 @@ class ReplayQueue:
         for draw_id in gone:
             self.drop(draw_id, "resume_bound")
         return gone
+
+
+def _take(counts: Counter[int], key: int) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def gate(version: int, oldest_version: int, max_staleness: int, what: object) -> int:
