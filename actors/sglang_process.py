@@ -27,7 +27,7 @@ from actors.sglang_http import ServerClient, ServerFailure
 from actors.sglang_server import REFUSED
 from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError, last_line
-from dapo_async.owned_folders import make_owned
+from dapo_async.owned_folders import OUTSIDE, make_owned
 from dapo_async.types import TORCH_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,6 +205,8 @@ class ServerProcess:
                 f"the SGLang server didn't answer within {timeout_s:g} s. {self._tail()}"
             ) from None
         self._segments = _shared_memory(self._process.pid)
+        # For whoever finds the folder, should this process be killed.
+        (self.folder / OUTSIDE).write_text("\n".join(map(str, self._segments)), encoding="utf-8")
 
     async def _answers(self) -> bool:
         try:

@@ -6,11 +6,15 @@ it dies, and no process id is compared, so it works between containers that shar
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+OUTSIDE = "outside"
+"""A file of this name in such a folder lists files elsewhere that go with it, one path a line."""
 
 
 def make_owned(prefix: str, parent: str | Path) -> tuple[Path, int]:
@@ -63,5 +67,8 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders whose owner has died: those that nobody holds a lock on."""
     for folder in parent.glob(f"{prefix}*"):
         if (lock := try_lock(folder)) is not None:
+            with contextlib.suppress(OSError):
+                for path in (folder / OUTSIDE).read_text(encoding="utf-8").splitlines():
+                    Path(path).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)

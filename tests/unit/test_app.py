@@ -23,7 +23,7 @@ from dapo_async.config import Config, validate
 from dapo_async.console import Status, say
 from dapo_async.errors import CheckpointError, ConfigError
 from dapo_async.inputs import Inputs, read_inputs
-from dapo_async.owned_folders import make_owned
+from dapo_async.owned_folders import OUTSIDE, make_owned
 from dapo_async.pipeline import Pipeline
 from dapo_async.rewards.process import _environment
 from dapo_async.run_folder import RunFolder
@@ -275,12 +275,15 @@ def test_a_sample_that_cannot_be_written_is_lost_with_one_warning(
 def test_folders_of_killed_owners_are_swept_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     dead, lock = make_owned("mine-", tmp_path)
     (dead / "file").touch()
+    outside = [tmp_path / "gone", tmp_path / "outside"]
+    outside[1].touch()
+    (dead / OUTSIDE).write_text("\n".join(map(str, outside)))
     other = tmp_path / "other-x"
     other.mkdir()
     alive, alive_lock = make_owned("mine-", tmp_path)
     os.close(lock)  # what the kernel does when a process dies
     last, last_lock = make_owned("mine-", tmp_path)
-    assert not dead.exists()
+    assert not dead.exists() and not outside[1].exists()
     assert alive.is_dir() and last.is_dir() and other.is_dir()
     os.close(alive_lock)
     os.close(last_lock)
