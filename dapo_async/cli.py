@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dapo_async import config as configs
-from dapo_async.errors import RunError
+from dapo_async.errors import ConfigError, RunError
 from dapo_async.rewards.child import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,87 @@ def quickstart(
     from dapo_async import app as application
 
     raise typer.Exit(application.train(resolved))
+
+
+ProfilePath = Annotated[
+    Path, typer.Option(help="YAML file of what machine, model and task cost (configs/profiles).")
+]
+
+
+@app.command()
+def simulate(
+    config: ConfigPath,
+    profile: ProfilePath,
+    overrides: Overrides = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of lengths, outcomes and failures.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary and every step's metrics.")
+    ] = False,
+) -> None:
+    """Predict how a run would go: its pipeline under virtual time, on no GPU."""
+    from dapo_async.studies import simulator, tables
+    from dapo_async.studies.profile import load_profile
+
+    resolved = configs.load(config, overrides or [])
+    found = simulator.simulate(resolved, load_profile(profile), seed)
+    if as_json:
+        typer.echo(json.dumps({"summary": found.summary, "steps": found.metrics}))
+    else:
+        typer.echo(tables.show_simulation(found.summary, found.metrics))
+
+
+@app.command("profile")
+def measure_profile(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    out: Annotated[Path, typer.Option(help="File for the profile.")],
+) -> None:
+    """Measure a profile for `simulate` and `tune` from a run."""
+    from dapo_async.studies.measure import measure
+    from dapo_async.studies.profile import dump_profile
+
+    out.write_text(dump_profile(measure(run)), encoding="utf-8")
+    typer.echo(f"written to {out}")
+
+
+@app.command()
+def tune(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of the run; not with --check.")
+    ] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=2, help="GPUs that may be used.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="As for simulate; --check measures its own.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="tokens (per second), steps (per second) or cost (GPU hours).")
+    ] = "tokens",
+    steps: Annotated[int, typer.Option(min=4, help="Steps of every simulation.")] = 16,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Largest that is tried.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder for config.yaml and pareto.png.")] = Path(
+        "tuned"
+    ),
+    check: Annotated[
+        Path | None, typer.Option(help="Folder of a run: compare its prediction with it instead.")
+    ] = None,
+) -> None:
+    """Plan a run by simulation: which GPUs do what, and how far generation may run ahead."""
+    from dapo_async.studies import commands
+
+    if check is not None:
+        if config is not None or gpus is not None:
+            raise ConfigError("`tune --check RUN` takes no config and no --gpus")
+        typer.echo(commands.check_run(check, profile))
+        return
+    if config is None or gpus is None or profile is None:
+        raise ConfigError("`tune` needs CONFIG, --gpus and --profile (or --check RUN)")
+    request = commands.Request(gpus, objective, steps, max_staleness)
+    resolved = configs.load(config, overrides or [])
+    typer.echo(
+        commands.plan_run(resolved, profile, request, out, lambda said: typer.echo(said, err=True))
+    )
 
 
 def main() -> None:
