@@ -133,7 +133,7 @@ def check_arguments(config: Config) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "actors.sglang_server", "--check"],
-            input=json.dumps({"args": args, "parent": os.getpid()}),
+            input=json.dumps(args),
             env=server_environment(config.rollout.device == "cpu"),
             capture_output=True,
             text=True,
@@ -193,8 +193,10 @@ class ServerProcess:
                 start_new_session=True,  # all its children can be ended together
             )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps({"args": self._args, "parent": os.getpid()}).encode())
+        with contextlib.suppress(BrokenPipeError):
+            # It stays open: its end tells the server of ours.
+            self._process.stdin.write(json.dumps(self._args).encode() + b"\n")
+            self._process.stdin.flush()
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._answers():
@@ -264,6 +266,9 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
     def _log(self) -> str:
         with contextlib.suppress(OSError):

@@ -1,12 +1,11 @@
 """An SGLang server in a process of its own: `python -m actors.sglang_server [--check]`.
 
-The arguments come as one JSON object on standard input, so that the token is on no command line:
-`{"args": {…}, "parent": pid}`, the fields of SGLang's ServerArgs and the process that wrote them.
-With `--check` the arguments are only checked.
+The arguments, the fields of SGLang's ServerArgs, come as one line of JSON on standard input, so
+that the token is on no command line. With `--check` the arguments are only checked.
 
 SGLang ends the process that starts it when one of its children fails. Here that is nobody but this
 process: the rollout worker lives on and can say what went wrong. This process and its children die
-with the worker.
+with the worker, which keeps the other end of standard input open as long as it lives.
 
 Exit codes: 0 done or accepted, 2 SGLang refuses the arguments (the reason is the last line of
 standard error), anything else is a crash.
@@ -18,6 +17,7 @@ import argparse
 import difflib
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -44,12 +44,12 @@ STAND_IN = {
 
 
 def main() -> int:
-    die_with_parent()
-    job: dict[str, Any] = json.load(sys.stdin)
-    if os.getppid() != job["parent"]:
-        return 1  # it died before this process could ask to die with it
-    args: dict[str, Any] = job["args"]
+    args: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     checking = "--check" in sys.argv[1:]
+    if checking:
+        die_with_parent()
+    else:
+        end_all_with_parent()
     found = problems(args, stand_in=checking)
     if found:
         print("; ".join(found), file=sys.stderr, flush=True)
@@ -60,6 +60,18 @@ def main() -> int:
 
         cast(Any, http_server).launch_server(ServerArgs(**args))
     return 0
+
+
+def end_all_with_parent() -> None:
+    """Start a watcher that kills this process group when standard input ends.
+
+    The kernel can do it for one process, but not for its children, and SGLang's ask for it only
+    after ten seconds of imports.
+    """
+    if os.fork() == 0:
+        while os.read(0, 1024):
+            pass
+        os.killpg(0, signal.SIGKILL)
 
 
 def problems(args: dict[str, Any], stand_in: bool = False) -> list[str]:

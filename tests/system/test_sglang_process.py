@@ -390,6 +390,21 @@ def test_a_killed_owner_takes_its_server_along_and_the_next_one_clears_up(
     _nothing_left(own_tmp)
 
 
+def test_an_owner_that_is_killed_during_the_start_takes_along_what_has_begun(
+    owner: subprocess.Popen[str],
+) -> None:
+    deadline = time.monotonic() + START_S
+    while len(processes := psutil.Process(owner.pid).children(recursive=True)) < 5:
+        assert time.monotonic() < deadline, processes  # server, watcher, tracker, SGLang's two
+        time.sleep(0.1)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    left = gone(processes, 15)
+    for process in left:
+        process.kill()
+    assert not left
+
+
 def test_a_closed_server_leaves_no_process_folder_port_or_shared_memory(
     owner: subprocess.Popen[str], own_tmp: Path
 ) -> None:
