@@ -9,10 +9,14 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=["dapo_async", "dapo_async.rewards", "dapo_async.studies", "actors", "learner"],
-    package_data={"actors": ["sglang_cpu/*.py"]},  # a folder for the path of a process, no package
+    package_data={
+        "dapo_async.studies": ["report.html.jinja", "report.css"],
+        "actors": ["sglang_cpu/*.py"],  # a folder for the path of a process, no package
+    },
     install_requires=[
         "aiohttp>=3.10",
         "deepspeed>=0.19",
+        "jinja2>=3.1",
         "math-verify>=0.9",
         "matplotlib>=3.9",
         "msgpack>=1.1",

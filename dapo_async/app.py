@@ -30,6 +30,7 @@ from dapo_async.resume import choose
 from dapo_async.run_folder import RunFolder
 from dapo_async.saving import CheckpointSaver, Identity, identity_of
 from dapo_async.signals import SignalGuard
+from dapo_async.spans import Span, SpanFile
 from dapo_async.summary import asked_of_processes, summarise
 from dapo_async.types import EvalReport, GroupMeta, SampleText
 
@@ -153,7 +154,9 @@ class Reporter:
             metrics.JsonlSink(folder.path / "metrics.jsonl", cut),
             metrics.TensorBoardSink(folder.path / "tensorboard", cut),
         ]
+        # The event loop's clock too, so that spans and metrics agree on the time.
         self._started = time.monotonic() - _time_before(folder, start)
+        self._spans = SpanFile(folder.path / "spans.jsonl", self._started, cut)
 
     def on_step(self, version: int, numbers: dict[str, float], metas: list[GroupMeta]) -> None:
         self._write(version, numbers)
@@ -173,6 +176,9 @@ class Reporter:
             f"[{report.low:.3f}, {report.high:.3f}]{greedy}, n {report.n}"
         )
 
+    def on_span(self, span: Span) -> None:
+        self._spans.write(span)
+
     def on_change(self) -> None:
         """The live status looks by itself."""
 
@@ -184,6 +190,7 @@ class Reporter:
             sink.write(step, time.monotonic() - self._started, numbers)
 
     def close(self) -> None:
+        self._spans.close()
         for sink in self._sinks:
             try:
                 sink.close()
@@ -345,6 +352,7 @@ async def _train(
                 inputs.held_out,
                 inputs.stop_ids,
                 saver,
+                reporter.on_span,
             )
             return reporter, pipeline, saver
 

@@ -221,6 +221,22 @@ def tune(
     )
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; default: report.html in the RUN, of several runs here."),
+    ] = None,
+) -> None:
+    """Write one HTML page about runs, to open offline, and trace.json (Perfetto) into each."""
+    from dapo_async.studies.report import write_report
+
+    written = write_report(runs, out)
+    for path in (written.page, *written.traces):
+        typer.echo(f"written to {path}")
+
+
 def main() -> None:
     """Entry point: errors of the run become their exit code and one clear message."""
     # transformers imports torchvision where it is; the one that SGLang on a CPU needs is older than

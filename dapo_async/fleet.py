@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from dapo_async.spans import OnSpan, Span, unrecorded
 from dapo_async.types import (
     DrawId,
     EvalOutcomes,
@@ -110,6 +111,10 @@ class Worker:
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     idle_s: float = 0.0
     idle_since: float | None = None
+    doing: str = "start"
+    """What its current span will be called (`dapo_async.spans`); `idle` may turn out as `wait`."""
+    since: float | None = None
+    """When that began."""
 
     @property
     def name(self) -> str:
@@ -122,11 +127,15 @@ class Fleet:
     Args:
         ports: the workers.
         slots: groups in flight per worker.
+        on_span: is told what every worker did, and how long.
     """
 
-    def __init__(self, ports: Sequence[WorkerPort], slots: int) -> None:
+    def __init__(
+        self, ports: Sequence[WorkerPort], slots: int, on_span: OnSpan = unrecorded
+    ) -> None:
         self.workers = [Worker(port=port, index=index) for index, port in enumerate(ports)]
         self.slots = slots
+        self._on_span = on_span
         self._free: dict[int, list[tuple[int, int]]] = {}
         """version → heap of (groups in flight, worker index); stale entries are skipped."""
         self._holder: dict[DrawId, Worker] = {}
@@ -135,9 +144,19 @@ class Fleet:
     def in_flight(self) -> int:
         return len(self._holder)
 
-    def prove(self, worker: Worker, version: int) -> None:
+    def prove(self, worker: Worker, version: int, now: float) -> None:
         worker.version = version
         self._offer(worker)
+        self._note(worker, now)
+
+    def update_begins(self, worker: Worker, now: float, waited: bool) -> None:
+        """An update is under way; if the worker had nothing to do, had it `waited` for that?"""
+        worker.updating = True
+        self._note(worker, now, "wait" if waited and worker.doing == "idle" else None)
+
+    def update_ends(self, worker: Worker, now: float) -> None:
+        worker.updating = False
+        self._note(worker, now)
 
     def _offer(self, worker: Worker) -> None:
         if worker.version is not None and len(worker.in_flight) < self.slots:
@@ -172,6 +191,7 @@ class Fleet:
         worker.in_flight[lease.draw.draw_id] = lease
         self._holder[lease.draw.draw_id] = worker
         self._offer(worker)
+        self._note(worker, now)
 
     def landed(self, worker: Worker, lease_id: LeaseId, now: float) -> None:
         """A result of a lease came back; results of leases no longer held change nothing."""
@@ -186,6 +206,7 @@ class Fleet:
         if not worker.in_flight and not worker.held and worker.idle_since is None:
             worker.idle_since = now
         self._offer(worker)
+        self._note(worker, now)
 
     def abort(self, draw_id: DrawId, now: float) -> None:
         """Take a lease back; its worker is told to stop."""
@@ -212,6 +233,7 @@ class Fleet:
         worker.updating = False
         if worker.idle_since is None:
             worker.idle_since = now
+        self._note(worker, now)
         return leases
 
     def can_hold(self, version: int) -> bool:
@@ -231,11 +253,37 @@ class Fleet:
         if worker.idle_since is not None:
             worker.idle_s += now - worker.idle_since
             worker.idle_since = None
+        self._note(worker, now)
         return worker
 
     def release(self, worker: Worker, now: float) -> None:
         worker.held = False
         self._settle(worker, now)
+
+    # ---- what everybody does, over time --------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """The run begins: so do the first spans."""
+        for worker in self.workers:
+            worker.since = now
+
+    def end(self, now: float) -> None:
+        """The run is over: so are the last spans."""
+        for worker in self.workers:
+            self._tell(worker, now, worker.doing)
+
+    def _note(self, worker: Worker, now: float, what: str | None = None) -> None:
+        """Something about the worker has changed, perhaps what it does; `what` it did till now."""
+        doing = _doing(worker)
+        if doing != worker.doing:
+            self._tell(worker, now, what or worker.doing)
+            worker.doing = doing
+
+    def _tell(self, worker: Worker, now: float, what: str) -> None:
+        recorded = self._on_span is not unrecorded  # building a span costs more than the rest
+        if recorded and worker.since is not None and now > worker.since:
+            self._on_span(Span(what, worker.name, worker.since, now))
+        worker.since = now
 
     def idle_s(self, now: float) -> float:
         """Seconds without any work, summed over the workers."""
@@ -259,3 +307,13 @@ class Fleet:
         if len(self.workers) > 16:
             parts.append(f"{len(self.workers) - 16} more workers")
         return "; ".join(parts)
+
+
+def _doing(worker: Worker) -> str:
+    if worker.version is None:
+        return "start"
+    if worker.updating:
+        return "update"
+    if worker.held:
+        return "evaluate"
+    return "generate" if worker.in_flight else "idle"

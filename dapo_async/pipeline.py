@@ -49,6 +49,7 @@ from dapo_async.errors import (
 from dapo_async.fleet import Fleet, Worker, WorkerLost, WorkerPort
 from dapo_async.replay import FormedBatch, ReplayQueue, publish_due
 from dapo_async.run_state import LiveDraw
+from dapo_async.spans import LEARNER, OnSpan, Span, draw_name, group_span, unrecorded
 from dapo_async.stats import StepStats, pool_outcomes
 from dapo_async.types import (
     Batch,
@@ -139,6 +140,7 @@ class Pipeline:
         eval_prompts: held-out prompts; empty for none.
         stop_ids: every token id that ends a response.
         saver: writes checkpoints; None writes none.
+        on_span: is told what workers and learner did, and how long (`dapo_async.spans`).
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Pipeline:
         eval_prompts: Sequence[Prompt] = (),
         stop_ids: frozenset[int] = frozenset(),
         saver: Saver | None = None,
+        on_span: OnSpan = unrecorded,
     ) -> None:
         self.config = config
         self.source = source
@@ -159,6 +162,7 @@ class Pipeline:
         self.eval_prompts = eval_prompts
         self.stop_ids = stop_ids
         self.saver = saver
+        self._on_span = on_span
         self.steps = config.trainer.steps
 
         @cache
@@ -172,7 +176,7 @@ class Pipeline:
             depth=config.replay.steps_deep,
             oversample=config.replay.oversample,
         )
-        self.fleet = Fleet(workers, config.rollout.max_groups_per_worker)
+        self.fleet = Fleet(workers, config.rollout.max_groups_per_worker, on_span)
         self.stats = StepStats()
         self.broadcast = Broadcast(
             config.weights, learner, on_published=self._progress, on_failed=self._look_at_groups
@@ -183,8 +187,8 @@ class Pipeline:
         self.timeline = 0
         """Of the draws; see `DrawId`."""
         self._resumed = False
-        self._step: tuple[Batch, list[GroupMeta]] | None = None
-        """What the learner is told to train, until its answer is taken in."""
+        self._step: tuple[Batch, list[GroupMeta], float] | None = None
+        """What the learner is told to train, and when, until its answer is taken in."""
         self._draws: dict[DrawId, Draw] = {}
         self._metas: dict[DrawId, GroupMeta] = {}
         self._judged = 0
@@ -214,6 +218,7 @@ class Pipeline:
         """
         self._progress()
         self.stats.start(self._now())
+        self.fleet.begin(self._now())
         try:
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -228,12 +233,14 @@ class Pipeline:
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
+        finally:
+            self.fleet.end(self._now())
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
         if self._resumed:
             # Before anything is asked of workers: they start with the model's first weights.
             self.doing = f"publishing version {self.queue.version}"
-            await self.broadcast.publish_newest(self.queue.version, group)
+            await self._publish_newest(group)
             await self._evaluate_if_due(group)
         else:
             self._start_evaluation(group, 0)
@@ -243,7 +250,7 @@ class Pipeline:
             await self._train_one(formed)
             await self._save_if_due(group)
             await self._evaluate_if_due(group)
-        await self.broadcast.publish_newest(self.queue.version, group)
+        await self._publish_newest(group)
         if self._evaluation is not None:
             self.doing = "waiting for the running evaluation"
             await self._evaluation
@@ -269,8 +276,8 @@ class Pipeline:
         batch = batching.plan_batch(self.config, formed.step, metas)
         self.doing = f"training step {formed.step}"
         self._progress()
+        self._step = batch, metas, self._now()
         self.stats.learner_busy(self._now())
-        self._step = batch, metas
         report = await within(
             self.config.learner.step_timeout_s, self.learner.step(batch), StalledError, self.doing
         )
@@ -280,10 +287,12 @@ class Pipeline:
         """Take in what the learner says of the step it was told to train. Not a coroutine: between
         two versions of the learner there is no state of the driver that a checkpoint could see."""
         assert self._step is not None
-        (batch, metas), self._step = self._step, None
+        (batch, metas, started), self._step = self._step, None
         self.stats.learner_idle(self._now())
         groups = self.queue.training
         version = self.queue.trained()
+        draws = [draw_name(draw_id) for draw_id in groups]
+        self._learner_did("train", started, step=version, draws=draws)
         for draw_id in groups:
             del self._metas[draw_id], self._draws[draw_id]
         self._progress()
@@ -305,6 +314,7 @@ class Pipeline:
         started = self._now()
         rest = await self.saver.begin(version, self.state())
         self.stats.checkpointed(self._now() - started)
+        self._learner_did("checkpoint", started)
         self._progress()
         if rest is not None:
             group.create_task(_awaited(rest))
@@ -313,6 +323,8 @@ class Pipeline:
         """All that the driver knows and a resumed run needs, as plain values. A group that the
         learner trains right now counts as not trained."""
         queue = self.queue.state()
+        at = self._last_progress  # its place among the spans matters, its time doesn't
+        self._on_span(Span("saved", LEARNER, at, at, {"version": queue["version"]}))
         live = [
             LiveDraw(draw=self._draws[draw_id], attempt=attempt, oldest=oldest)
             for draw_id, (attempt, oldest) in queue["live"].items()
@@ -464,7 +476,16 @@ class Pipeline:
     async def _publish_if(self, due: Due, group: asyncio.TaskGroup) -> None:
         version = self.queue.version
         self.doing = f"publishing version {version}"
-        self.stats.published(await self.broadcast.publish_if(due, version, group))
+        started = self._now()
+        held_s = await self.broadcast.publish_if(due, version, group)
+        self.stats.published(held_s)
+        if held_s > 1e-4:  # else it was only asked whether it is due
+            self._learner_did("publish", started)
+
+    async def _publish_newest(self, group: asyncio.TaskGroup) -> None:
+        started = self._now()
+        await self.broadcast.publish_newest(self.queue.version, group)
+        self._learner_did("publish", started)
 
     def _publish_on_demand(self, version: int, published: int, interval: int) -> bool:
         """No worker may start any more though groups are missing: only newer weights help."""
@@ -578,7 +599,8 @@ class Pipeline:
                 if not self._update_wanted(worker):
                     continue
                 target = self._target_version()
-                worker.updating = True
+                waited = worker.version is not None and self.queue.needs_newer(worker.version)
+                self.fleet.update_begins(worker, self._now(), waited)
                 faults.reach("mid_broadcast")
                 try:
                     updated = await within(
@@ -591,7 +613,7 @@ class Pipeline:
                     log.error("%s refused version %d: %s", worker.name, target, refused)
                     updated = None
                 finally:
-                    worker.updating = False
+                    self.fleet.update_ends(worker, self._now())
             if updated is None:
                 await self._tell_evaluation()
                 await self._newer_target(target, UPDATE_RETRY_S)
@@ -624,7 +646,7 @@ class Pipeline:
                 await self.broadcast.news.wait_for(lambda: self._target_version() > target)
 
     async def _proven(self, worker: Worker, version: int) -> None:
-        self.fleet.prove(worker, version)
+        self.fleet.prove(worker, version, self._now())
         self._progress()
         self._room.set()
         await self._tell_evaluation()
@@ -680,18 +702,22 @@ class Pipeline:
         failed = sum(status != "ok" for status in meta.statuses_G)
         self.stats.group(meta)
         if failed:
+            self._answered(meta, "reward_failed")
             self._reward_failed(meta, failed)
             return True
         if self.config.reward.permute:
             meta = batching.permuted_rewards(meta, self.config.run.seed)
         verdict = batching.verdict(self.config, meta)
         if verdict.reason != "kept":
+            self._answered(meta, verdict.reason)
             self.queue.filter(lease_id.draw_id, verdict.reason)
             del self._draws[lease_id.draw_id]
         elif self.queue.complete(lease_id, meta.oldest_version):
             self._metas[lease_id.draw_id] = meta
             self.stats.kept()
+            self._answered(meta, "kept")
         else:
+            self._answered(meta, "too_old")
             await self.learner.discard([lease_id])
             self._give_up_or_lose(lease_id, "too_old")
             return False
@@ -824,6 +850,13 @@ class Pipeline:
         if self._evaluation is not None and not self._evaluation.done():
             patience = max(patience, self.config.eval.timeout_s)
         return patience
+
+    def _learner_did(self, what: str, started: float, **details: Any) -> None:
+        self._on_span(Span(what, LEARNER, started, self._now(), details))
+
+    def _answered(self, meta: GroupMeta, outcome: str) -> None:
+        if self._on_span is not unrecorded:  # thousands a step
+            self._on_span(group_span(meta, outcome, self._now()))
 
     def _progress(self) -> None:
         self._last_progress = self._now()

@@ -230,11 +230,28 @@ class ReplayQueue:
 
     def can_admit(self, worker_version: int) -> bool:
         """May a worker that has proven `worker_version` start one more group?"""
-        if self.live >= self.live_limit or worker_version < self.floor:
+        return self.live < self.live_limit and self._fits(worker_version)
+
+    def _fits(self, worker_version: int) -> bool:
+        if worker_version < self.floor:
             return False
         deadline = worker_version + self.max_staleness
         due = {**self._due, deadline: self._due[deadline] + 1}
         return self.feasible(self.step, due, self.oversample)
+
+    def needs_newer(self, worker_version: int) -> bool:
+        """Is it the worker's version that keeps it from starting a group, and not only that all
+        slots are taken or that the run needs no more groups?"""
+        return not self._fits(worker_version) and self._wants_more()
+
+    def _wants_more(self) -> bool:
+        """Are there steps left that the live groups can't fill?"""
+        left = self.live - len(self._training)
+        for step in range(self.step, self.steps):
+            left -= self.groups_per_step(step)
+            if left < 0:
+                return True
+        return False
 
     def admit(self, draw_id: DrawId, worker_version: int, now: float) -> LeaseId:
         """Start a group; the caller has asked `can_admit` just before.

@@ -21,8 +21,8 @@ log = logging.getLogger("dapo_async")
 
 
 class RunFolder:
-    """`<run.dir>/<run.name>/`: config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.png,
-    tensorboard/, checkpoints/, checkpoint/.
+    """`<run.dir>/<run.name>/`: config.yaml, metrics.jsonl, samples.jsonl, spans.jsonl,
+    summary.json, report.png, tensorboard/, checkpoints/, checkpoint/.
 
     Args:
         resume: leave what is there until it is known what to do with it: `begin` or `go_on` comes

@@ -4,7 +4,7 @@
     → WeightVersion
 
 Every record is frozen and complete when it is made: nothing is "filled in later". A record that
-crosses a process border travels as a msgpack frame (see `dapo_async.journal`), so fields hold
+crosses a process border travels as a msgpack frame (see `dapo_async.codec`), so fields hold
 only None, bool, int, float, str, bytes, tuples, dicts with text keys, numpy arrays, and other
 records of this module.
 

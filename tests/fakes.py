@@ -19,6 +19,7 @@ from dapo_async.errors import GateError
 from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import Pipeline
 from dapo_async.replay import ReplayQueue, gate
+from dapo_async.spans import OnSpan, unrecorded
 from dapo_async.types import (
     Batch,
     EvalOutcomes,
@@ -381,13 +382,14 @@ async def run_world(
     world: World,
     queue_class: type[ReplayQueue] | None = None,
     prepare: Callable[[Pipeline], None] | None = None,
+    on_span: OnSpan = unrecorded,
 ) -> Outcome:
     payloads = Payloads()
     workers = [FakeWorker(f"worker{i}", world, payloads) for i in range(world.workers)]
     learner = FakeLearner(world, payloads)
     recorder, prompts = Recorder(), FakePrompts()
     evals = [Prompt(row_id="e", text="2=", token_ids=(5,), answer="2")] * 3
-    pipeline = Pipeline(world.config(), prompts, workers, learner, recorder, evals)
+    pipeline = Pipeline(world.config(), prompts, workers, learner, recorder, evals, on_span=on_span)
     recorder.pipeline = pipeline
     if queue_class is not None:
         pipeline.queue.__class__ = queue_class

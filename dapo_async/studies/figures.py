@@ -1,7 +1,8 @@
-"""One picture of a run: `render_report` turns metrics.jsonl into report.png."""
+"""The curves of a run: `render_report` draws report.png, `dapo-async report` the same as SVG."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,6 +23,7 @@ from dapo_async.metrics import read_jsonl
 
 # One meaning per colour on the whole sheet; a palette that colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7A7A7A"
+PALETTE = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#9A8A00", "#000000")
 INK, GRID = "#222222", "#E4E4E4"
 
 
@@ -41,7 +44,7 @@ class Run:
 
     def series(self, name: str) -> Series | None:
         """None if no step has a finite value."""
-        found = [(row["step"], row[name]) for row in self.rows if _is_finite(row.get(name))]
+        found = [(row["step"], row[name]) for row in self.rows if is_finite(row.get(name))]
         if not found:
             return None
         steps, values = zip(*found, strict=True)
@@ -51,10 +54,11 @@ class Run:
     def max_staleness(self) -> float | None:
         bound = self.series("staleness/bound")
         value = self.summary.get("max_staleness") if bound is None else float(bound.values[-1])
-        return float(value) if _is_finite(value) and value is not None else None
+        return float(value) if is_finite(value) and value is not None else None
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
+    """A number, and neither NaN nor infinite."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -94,7 +98,7 @@ def render_report(run_dir: Path) -> Path:
         rows = read_jsonl(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; is this a run?") from None
-    figure = draw(Run(rows, _read_summary(run_dir / "summary.json")), run_dir.resolve().name)
+    figure = draw(Run(rows, read_summary(run_dir / "summary.json")), run_dir.resolve().name)
     report = run_dir / "report.png"
     try:
         figure.savefig(report, dpi=110)  # pyright: ignore[reportUnknownMemberType]
@@ -103,7 +107,7 @@ def render_report(run_dir: Path) -> Path:
     return report
 
 
-def _read_summary(path: Path) -> dict[str, Any]:
+def read_summary(path: Path) -> dict[str, Any]:
     """The summary, or nothing: it adds to the picture and is no condition of it."""
     try:
         summary: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -112,21 +116,39 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], summary) if isinstance(summary, dict) else {}
 
 
-def draw(run: Run, name: str) -> Figure:
-    """The sheet: one panel per question, all over the learner step."""
-    figure = Figure(figsize=(13, 15), facecolor="white", layout="constrained")
+def as_svg(figure: Figure) -> bytes:
+    """The figure as SVG, its text as text; equal figures give equal bytes."""
+    out = io.BytesIO()
+    library: Any = matplotlib
+    with library.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dapo-async"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})  # pyright: ignore[reportUnknownMemberType]
+    return out.getvalue()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty one, in inches."""
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     layout: Any = figure.get_layout_engine()
     layout.set(w_pad=0.12, h_pad=0.14)
+    return figure
+
+
+def draw(run: Run, name: str) -> Figure:
+    """The sheet: one panel per question, all over the learner step."""
+    figure = new_figure(13, 15)
     panels: Any = figure.subplots(4, 2, sharex=True)
     last = max((row["step"] for row in run.rows), default=0)
     for ax, (title, unit, fill) in zip(panels.flat, _PANELS, strict=True):
         drawn = fill(ax, run)
-        _dress(ax, title, unit, drawn)
+        dress(ax, title, unit, drawn)
         ax.set_xlim(0, max(1, last))
     for ax in panels[-1]:
         ax.set_xlabel("learner step", color=INK)
-    figure.suptitle(_headline(run, name), fontsize=15, fontweight="bold", color=INK)  # pyright: ignore[reportUnknownMemberType]
+    title: Any = figure.suptitle(  # pyright: ignore[reportUnknownMemberType]
+        _headline(run, name), fontsize=15, fontweight="bold", color=INK
+    )
+    title.set_parse_math(False)  # a name may have dollars in it
     return figure
 
 
@@ -134,7 +156,7 @@ def _headline(run: Run, name: str) -> str:
     parts = [name]
     if run.rows:
         parts.append(f"{max(row['step'] for row in run.rows)} steps")
-        time_s = max((r["time_s"] for r in run.rows if _is_finite(r.get("time_s"))), default=None)
+        time_s = max((r["time_s"] for r in run.rows if is_finite(r.get("time_s"))), default=None)
         if time_s is not None:
             parts.append(f"{time_s / 60:.1f} min" if time_s >= 120 else f"{time_s:.0f} s")
     accuracy = run.series("eval/acc")
@@ -144,7 +166,8 @@ def _headline(run: Run, name: str) -> str:
     return "  ·  ".join(parts)
 
 
-def _dress(ax: Axes, title: str, unit: str, drawn: bool) -> None:
+def dress(ax: Axes, title: str, unit: str, drawn: bool, integer_x: bool = True) -> None:
+    """Title, legend and axes of a panel; `no data` in one that is empty."""
     a: Any = ax
     # The legend has a line of its own between title and panel, where no data can be.
     a.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=26)
@@ -154,7 +177,7 @@ def _dress(ax: Axes, title: str, unit: str, drawn: bool) -> None:
     a.spines[["top", "right"]].set_visible(False)
     a.spines[["left", "bottom"]].set_color(GREY)
     a.tick_params(colors=INK, labelbottom=True)
-    a.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    a.xaxis.set_major_locator(MaxNLocator(integer=integer_x, nbins=8))
     if not drawn:
         a.text(0.5, 0.5, "no data", transform=a.transAxes, ha="center", va="center", color=GREY)
         a.set_yticks([])

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dapo_async import app, batching, dapo
+from dapo_async.codec import decode_any, encode
 from dapo_async.config import Config, validate
 from dapo_async.inputs import Inputs, read_here
-from dapo_async.journal import Journal, read_journal
 from dapo_async.prompts import PromptSource
 from dapo_async.types import Batch, DrawId, Group, GroupMeta, LeaseId, Trajectory
 from tests.system.conftest import tiny_run
@@ -68,7 +68,8 @@ async def _sequential(config: Config, inputs: Inputs, out: Path) -> None:
     trainer = Trainer(config)
     tokenizer = _tokenizer(config)
     source = PromptSource(inputs.train, seed=config.run.seed)
-    with WeightStore.create() as store, Journal(out / "batches.journal") as journal:
+    trained: list[bytes] = []
+    with WeightStore.create() as store:
         publisher = Publisher(store)
         for version in range(config.trainer.steps):
             metas: list[GroupMeta] = []
@@ -127,14 +128,16 @@ async def _sequential(config: Config, inputs: Inputs, out: Path) -> None:
             assert len(batch.minibatches) == 2
             assert all(len(m.micro_batches[0]) > 1 for m in batch.minibatches)
             trainer.step(batch, groups)
-            for record in (batch, *groups.values()):
-                journal.append(record)
+            trained += [encode(record) for record in (batch, *groups.values())]
             manifest = publisher.publish(version + 1, trainer.model).result(30)
             assert await engine.update_weights(manifest) == version + 1
         publisher.close()
     await engine.close()
     state = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     save_file(state, out / "reference.safetensors")
+    (out / "trained").mkdir()
+    for number, frame in enumerate(trained):
+        (out / "trained" / f"{number:04d}").write_bytes(frame)
     trainer.close()
 
 
@@ -182,7 +185,8 @@ def test_plain_torch_on_the_same_batches_ends_at_the_same_parameters(
 ) -> None:
     config = deterministic_run(tiny, folder)
     work: Work = []
-    for record in read_journal(folder / "batches.journal"):
+    for path in sorted((folder / "trained").iterdir()):
+        record = decode_any(path.read_bytes())
         if isinstance(record, Batch):
             work.append((record, {}))
         else:

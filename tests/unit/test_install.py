@@ -78,6 +78,9 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("pip", "dapo-async", "pytest", "ruff", "pyright", "lint-imports"):
         (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >>"{tmp_path}/asked"\n')
         (programs / name).chmod(0o755)
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system" / "chromium").write_text("#!/bin/sh\n")
+    (tmp_path / "system" / "chromium").chmod(0o755)
     (programs / "python").write_text('#!/bin/sh\nexit "${WRONG_PYTHON:-0}"\n')
     (programs / "python").chmod(0o755)
     return tmp_path
@@ -91,7 +94,7 @@ def script(checkout: Path) -> Script:
         (checkout / "asked").write_text("")
         return subprocess.run(
             [checkout / "scripts" / name, *args],
-            env=os.environ | env,
+            env=os.environ | {"PATH": f"{checkout}/system:{os.environ['PATH']}"} | env,
             capture_output=True,
             text=True,
             timeout=60,
@@ -195,6 +198,20 @@ def test_tests_and_checks_have_the_tools_and_sglang(
 ) -> None:
     assert script(name).returncode == 0
     assert {"requirements-dev.txt", "requirements-sglang-cpu.txt"} <= set(installed(checkout))
+
+
+def test_without_chromium_the_tests_run_and_the_command_to_get_it_is_named(
+    checkout: Path, script: Script
+) -> None:
+    bare = checkout / "bare"
+    bare.mkdir()
+    for name in ("bash", "env"):
+        (bare / name).symlink_to(shutil.which(name) or name)
+    (bare / "id").write_text("#!/bin/sh\necho 1000\n")
+    (bare / "id").chmod(0o755)
+    result = script("chromium", PATH=str(bare))
+    assert result.returncode == 0
+    assert "apt-get install -y --no-install-recommends chromium" in result.stderr
 
 
 # ---- the stand-in for SGLang's kernels ---------------------------------------------------------
