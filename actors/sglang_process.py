@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 
 from actors.ports import Ports
 from actors.sglang_http import ServerClient, ServerFailure
-from actors.sglang_server import REFUSED
+from actors.sglang_server import REFUSED, shared_memory
 from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError, last_line
 from dapo_async.owned_folders import OUTSIDE, make_owned
@@ -45,8 +44,6 @@ CONTEXT_MARGIN = 8
 
 LEAST_CONTEXT = 64
 """Room for the canary of a version, however short prompts and responses are."""
-SEGMENT = re.compile(r"sglang_loads_|sgl_shm_|sem\.mp-")
-
 CPU_ARGS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -206,7 +203,7 @@ class ServerProcess:
             raise ServerDied(
                 f"the SGLang server didn't answer within {timeout_s:g} s. {self._tail()}"
             ) from None
-        self._segments = _shared_memory(self._process.pid)
+        self._segments = shared_memory(self._process.pid)
         # For whoever finds the folder, should this process be killed.
         (self.folder / OUTSIDE).write_text("\n".join(map(str, self._segments)), encoding="utf-8")
 
@@ -257,7 +254,7 @@ class ServerProcess:
             self._ports.close()
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._segments |= _shared_memory(process.pid)
+        self._segments |= shared_memory(process.pid)
         if not self._on_cpu:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -278,23 +275,3 @@ class ServerProcess:
     def _tail(self) -> str:
         text = self._log().replace(self.token, "<token>").strip()[-TAIL_CHARS:]
         return f"Its last words:\n{text}" if text else "It said nothing."
-
-
-def _shared_memory(leader: int) -> set[Path]:
-    """Shared memory and semaphores that SGLang has made for the processes of a session, and leaves
-    behind when they are killed."""
-    mapped: set[int] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(process.name)) == leader:
-                maps = (process / "maps").read_text().splitlines()
-                mapped |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
-        except OSError:  # it has just ended
-            continue
-    found: set[Path] = set()
-    for path in Path("/dev/shm").iterdir():
-        with contextlib.suppress(OSError):
-            # By inode: a semaphore is mapped under the name it had before it was ready.
-            if SEGMENT.match(path.name) and path.stat().st_ino in mapped:
-                found.add(path)
-    return found

@@ -14,9 +14,11 @@ standard error), anything else is a crash.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from typing import Any, cast, get_type_hints
 from dapo_async.rewards.child import die_with_parent
 
 REFUSED = 2
+SEGMENT = re.compile(r"sglang_loads_|sgl_shm_|sem\.mp-")
 STAND_IN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -63,15 +66,40 @@ def main() -> int:
 
 
 def end_all_with_parent() -> None:
-    """Start a watcher that kills this process group when standard input ends.
+    """Start a watcher that kills this process group when standard input ends, and removes what
+    that would leave.
 
     The kernel can do it for one process, but not for its children, and SGLang's ask for it only
     after ten seconds of imports.
     """
     if os.fork() == 0:
-        while os.read(0, 1024):
-            pass
-        os.killpg(0, signal.SIGKILL)
+        try:
+            while os.read(0, 1024):
+                pass
+            for path in shared_memory(os.getsid(0)):
+                path.unlink(missing_ok=True)
+        finally:
+            os.killpg(0, signal.SIGKILL)
+
+
+def shared_memory(leader: int) -> set[Path]:
+    """Shared memory and semaphores that SGLang has made for the processes of a session, and leaves
+    behind when they are killed."""
+    mapped: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == leader:
+                maps = (process / "maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
+        except OSError:  # it has just ended
+            continue
+    found: set[Path] = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            # By inode: a semaphore is mapped under the name it had before it was ready.
+            if SEGMENT.match(path.name) and path.stat().st_ino in mapped:
+                found.add(path)
+    return found
 
 
 def problems(args: dict[str, Any], stand_in: bool = False) -> list[str]:

@@ -372,6 +372,22 @@ def _is_free(url: str) -> bool:
     return True
 
 
+def shared_inodes(processes: list[psutil.Process]) -> set[int]:
+    """What they have mapped of /dev/shm: semaphores are mapped under another name than their
+    file's."""
+    return {
+        int(line.split()[4])
+        for process in processes
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        if " /dev/shm/" in line
+    }
+
+
+def left_of(inodes: set[int]) -> list[str]:
+    with os.scandir("/dev/shm") as entries:
+        return [entry.name for entry in entries if entry.inode() in inodes]
+
+
 def test_a_killed_owner_takes_its_server_along_and_the_next_one_clears_up(
     owner: subprocess.Popen[str], model: Path, own_tmp: Path
 ) -> None:
@@ -397,12 +413,14 @@ def test_an_owner_that_is_killed_during_the_start_takes_along_what_has_begun(
     while len(processes := psutil.Process(owner.pid).children(recursive=True)) < 5:
         assert time.monotonic() < deadline, processes  # server, watcher, tracker, SGLang's two
         time.sleep(0.1)
+    shared = shared_inodes(processes)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     left = gone(processes, 15)
     for process in left:
         process.kill()
     assert not left
+    assert left_of(shared) == []
 
 
 def test_a_closed_server_leaves_no_process_folder_port_or_shared_memory(
@@ -410,20 +428,14 @@ def test_a_closed_server_leaves_no_process_folder_port_or_shared_memory(
 ) -> None:
     pid, url, _ = _told(owner)
     processes = family(pid)
-    shared = {  # inodes: semaphores are mapped under another name than their file's
-        int(line.split()[4])
-        for process in processes
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        if " /dev/shm/" in line
-    }
+    shared = shared_inodes(processes)
     _tell(owner, "close")
     assert owner.stdout is not None
     assert owner.stdout.readline() == "closed\n"
     assert not gone(processes, 0.5)
     assert _is_free(url)
     _nothing_left(own_tmp)
-    with os.scandir("/dev/shm") as entries:
-        assert shared and not [entry.name for entry in entries if entry.inode() in shared]
+    assert shared and left_of(shared) == []
     # Its owner lives on, and yet its ports can be had again.
     for lock in (own_tmp / f"dapo-async-ports-{os.getuid()}").iterdir():
         with open(lock) as file:

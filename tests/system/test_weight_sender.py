@@ -29,12 +29,12 @@ from actors.sglang_http import ServerClient
 from actors.sglang_process import CONTEXT_MARGIN, CPU_ARGS, ServerProcess
 from actors.sglang_weights import FromLearner, SenderFailure
 from actors.weight_loading import expected_of
-from dapo_async.metrics import read_jsonl
 from dapo_async.types import SamplingParams, WeightVersion
 from dapo_async.weight_buckets import cut
 from learner.sender import LinkBroken, VersionReplaced, WeightSender
-from tests.system.conftest import tiny_run
+from tests.system.conftest import last_step, tiny_run
 from tests.system.test_commands import Command, write
+from tests.system.test_sglang_run import servers
 
 pytestmark = pytest.mark.system
 T = TypeVar("T")
@@ -335,14 +335,11 @@ def test_a_run_trains_on_when_a_server_is_killed_and_replaced(tiny: Path, tmp_pa
     )
     command = Command("train", write(tmp_path / "run.yaml", tree))
     try:
-        metrics = tmp_path / "direct" / "metrics.jsonl"
-        while command.process.poll() is None and not (
-            metrics.exists() and len(read_jsonl(metrics)) >= 2
-        ):
+        while command.process.poll() is None and last_step(tmp_path / "direct") < 2:
             time.sleep(0.1)
             assert time.monotonic() - command.started < RUN_S
-        (server,) = [p.pid for p in command.alive() if "actors.sglang_server" in p.cmdline()]
-        os.killpg(server, signal.SIGKILL)
+        (server,) = servers(command)
+        os.killpg(server.pid, signal.SIGKILL)
         assert command.wait(RUN_S) == 0, command.output
     finally:
         if command.process.poll() is None:
