@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from actors.sglang_http import ServerClient, ServerFailure
 from actors.sglang_server import REFUSED, shared_memory
 from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError, last_line
-from dapo_async.owned_folders import OUTSIDE, make_owned
+from dapo_async.owned_folders import make_owned, note_outside, remove_owned
 from dapo_async.types import TORCH_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,7 +163,6 @@ class ServerProcess:
             self._args["dist_init_addr"] = f"127.0.0.1:{init}"
         # Also removes what servers left whose workers were killed.
         self.folder, self._lock = make_owned("dapo-sglang-", tempfile.gettempdir())
-        self._segments: set[Path] = set()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self.client = ServerClient(f"http://127.0.0.1:{http}", self.token)
@@ -203,9 +201,7 @@ class ServerProcess:
             raise ServerDied(
                 f"the SGLang server didn't answer within {timeout_s:g} s. {self._tail()}"
             ) from None
-        self._segments = shared_memory(self._process.pid)
-        # For whoever finds the folder, should this process be killed.
-        (self.folder / OUTSIDE).write_text("\n".join(map(str, self._segments)), encoding="utf-8")
+        note_outside(self.folder, shared_memory(self._process.pid))
 
     async def _answers(self) -> bool:
         try:
@@ -245,16 +241,15 @@ class ServerProcess:
         if self._process is not None:
             await asyncio.to_thread(self._end, self._process)
             self._process = None
-        for path in self._segments:
-            path.unlink(missing_ok=True)
         if not self._closed:
             self._closed = True
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_owned(self.folder)
             os.close(self._lock)
             self._ports.close()
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._segments |= shared_memory(process.pid)
+        with contextlib.suppress(OSError):
+            note_outside(self.folder, shared_memory(process.pid))
         if not self._on_cpu:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()

@@ -26,6 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from dapo_async.owned_folders import note_outside
 from dapo_async.rewards.child import die_with_parent
 
 REFUSED = 2
@@ -61,8 +62,22 @@ def main() -> int:
         from sglang.srt.entrypoints import http_server
         from sglang.srt.server_args import ServerArgs
 
-        cast(Any, http_server).launch_server(ServerArgs(**args))
+        from actors.sglang_server import run_scheduler  # by a name that its process finds, too
+
+        cast(Any, http_server).launch_server(
+            ServerArgs(**args), run_scheduler_process_func=run_scheduler
+        )
     return 0
+
+
+def run_scheduler(server_args: Any, port_args: Any, *rest: Any) -> None:
+    """SGLang's scheduler process. It first notes the shared memory whose name only it knows: it
+    may die before anybody has seen it."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    note_outside(Path(tempfile.gettempdir()), [shm_path_for(port_args.instance_id)])
+    cast(Any, run_scheduler_process)(server_args, port_args, *rest)
 
 
 def end_all_with_parent() -> None:

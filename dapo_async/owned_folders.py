@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 OUTSIDE = "outside"
@@ -67,8 +68,19 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders whose owner has died: those that nobody holds a lock on."""
     for folder in parent.glob(f"{prefix}*"):
         if (lock := try_lock(folder)) is not None:
-            with contextlib.suppress(OSError):
-                for path in (folder / OUTSIDE).read_text(encoding="utf-8").splitlines():
-                    Path(path).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_owned(folder)
             os.close(lock)
+
+
+def remove_owned(folder: Path) -> None:
+    """Remove a folder and what it lists as lying elsewhere."""
+    with contextlib.suppress(OSError):
+        for path in (folder / OUTSIDE).read_text(encoding="utf-8").splitlines():
+            Path(path).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_outside(folder: Path, paths: Iterable[str | Path]) -> None:
+    """List files elsewhere that go with a folder; several processes may."""
+    with open(folder / OUTSIDE, "a", encoding="utf-8") as file:
+        file.write("".join(f"{path}\n" for path in paths))
