@@ -65,10 +65,14 @@ def _lock(folder: Path) -> int | None:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove the folders whose owner has died: those that nobody holds a lock on."""
+    """Remove the folders of this user whose owner has died: those that nobody holds a lock on.
+
+    Never those of other users: what they list as lying elsewhere may be ours.
+    """
     for folder in parent.glob(f"{prefix}*"):
         if (lock := try_lock(folder)) is not None:
-            remove_owned(folder)
+            if os.fstat(lock).st_uid == os.geteuid():
+                remove_owned(folder)
             os.close(lock)
 
 

@@ -27,6 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from actors.sglang_process import ServerDied, ServerProcess, check_arguments, server_arguments
 from dapo_async.config import Config, validate
 from dapo_async.errors import ConfigError
+from dapo_async.owned_folders import OUTSIDE
 
 pytestmark = [
     pytest.mark.system,
@@ -238,9 +239,11 @@ def _start_fails(
     error: type[Exception] | tuple[type[Exception], ...],
     match: str,
     timeout_s: float = START_S,
-) -> None:
-    """The start of a server raises, and after `close` none of its processes is there."""
+) -> list[Path]:
+    """The start of a server raises, and after `close` nothing is there of its processes and of the
+    shared memory that they have noted, which is returned."""
     before = set(psutil.Process().children(recursive=True))
+    noted: list[Path] = []
 
     async def attempt() -> set[psutil.Process]:
         server = ServerProcess(args)
@@ -250,9 +253,13 @@ def _start_fails(
             assert server.token not in str(failed.value)
             return set(psutil.Process().children(recursive=True))
         finally:
+            if (server.folder / OUTSIDE).exists():
+                noted.extend(map(Path, (server.folder / OUTSIDE).read_text().splitlines()))
             await server.close()
 
     assert not gone(list(asyncio.run(attempt()) - before), 0.5)
+    assert [path for path in noted if path.exists()] == []
+    return noted
 
 
 def _nothing_left(folder: Path) -> None:
@@ -286,7 +293,8 @@ def test_a_server_whose_model_is_broken_dies_with_a_reason_and_leaves_nothing(
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     args = server_arguments(config(broken))
-    _start_fails(args, ServerDied, "(?s)Its last words:.*(safetensors|header|Error)")
+    noted = _start_fails(args, ServerDied, "(?s)Its last words:.*(safetensors|header|Error)")
+    assert [path for path in noted if path.name.startswith("sglang_loads_")]
     _nothing_left(own_tmp)
 
 

@@ -289,6 +289,20 @@ def test_folders_of_killed_owners_are_swept_and_those_of_living_ones_stay(tmp_pa
     os.close(last_lock)
 
 
+def test_a_folder_of_another_user_is_left_alone_and_so_is_what_it_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted, lock = make_owned("mine-", tmp_path)
+    victim = tmp_path / "victim"
+    victim.touch()
+    (planted / OUTSIDE).write_text(str(victim))
+    os.close(lock)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    os.close(make_owned("mine-", tmp_path)[1])
+    assert victim.exists() and planted.exists()
+
+
 # ---- the end -----------------------------------------------------------------------------------
 
 
