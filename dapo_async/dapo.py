@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dapo_async.types import FinishReason
+from dapo_async.types import FilterReason, FinishReason
 
 UNIFORM = 1e-6
 """Values of a group that differ by no more than this are equal: float noise is no signal."""
@@ -87,7 +87,7 @@ def is_trained(response_tokens: int, finish_reason: FinishReason, mode: Overlong
 class Verdict:
     """Why a group is kept or filtered; true when it is kept."""
 
-    reason: Literal["kept", "all_right", "all_wrong", "uniform", "pass_band"]
+    reason: Literal["kept"] | FilterReason
 
     def __bool__(self) -> bool:
         return self.reason == "kept"

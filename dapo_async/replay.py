@@ -20,12 +20,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dapo_async.errors import GateError
-from dapo_async.types import DrawId, LeaseId
-
-FilterReason = Literal["all_right", "all_wrong", "uniform", "pass_band"]
+from dapo_async.types import DrawId, FilterReason, LeaseId
 
 
 class Ledger:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ Extra = Mapping[str, Any]
 
 TORCH_NAMES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """`learner.precision` as torch calls it, and with it Hugging Face and SGLang."""
+
+
+FilterReason = Literal["all_right", "all_wrong", "uniform", "pass_band"]
+"""Why the dynamic filter leaves a group out; see `dapo.is_informative`."""
+FILTER_REASONS: tuple[FilterReason, ...] = get_args(FilterReason)
 
 
 class DrawId(NamedTuple):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo_async.studies.audit import Audit, Difference
-from dapo_async.studies.report_data import FILTERED, RunData
+from dapo_async.studies.report_data import RunData
+from dapo_async.types import FILTER_REASONS
 
 AREAL = (
     "AReaL documentation, Diagnosing RL Performance "
@@ -304,7 +305,9 @@ def _filtered(data: RunData) -> float | None:
 def _judged(data: RunData) -> tuple[float, dict[str, float]]:
     """Groups kept, and filtered by kind. A run that starved before a step has its ledger only."""
     kept = data.total("filter/kept")
-    by_kind = {kind: data.total(f"filter/{kind}") for kind in FILTERED}
+    by_kind = {kind: data.total(f"filter/{kind}") for kind in FILTER_REASONS}
     if kept + sum(by_kind.values()) == 0 and data.ledger is not None:
-        return data.ledger.trained, {kind: data.ledger.filtered.get(kind, 0) for kind in FILTERED}
+        return data.ledger.trained, {
+            kind: data.ledger.filtered.get(kind, 0) for kind in FILTER_REASONS
+        }
     return kept, by_kind

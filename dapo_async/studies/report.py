@@ -30,6 +30,7 @@ from dapo_async.studies.report_figures import (
     timeline_window,
 )
 from dapo_async.studies.trace import write_trace
+from dapo_async.types import FILTER_REASONS
 
 HERE = Path(__file__).parent
 PLOTTED = (
@@ -37,7 +38,8 @@ PLOTTED = (
     *("eval/low", "eval/high", "eval/greedy_acc", "reward/penalty_mean"),
     *("rollout/response_length_max", "staleness/max", "staleness/bound"),
     *("replay/live", "replay/ready", "replay/capacity"),
-    *("filter/kept", "filter/all_right", "filter/all_wrong", "filter/uniform"),
+    "filter/kept",
+    *(f"filter/{reason}" for reason in FILTER_REASONS),
 )
 """Metrics whose values at every step are in the page, as data."""
 ZOOM_STEPS = 6

@@ -16,7 +16,6 @@ from dapo_async.studies.figures import Run, is_finite, read_summary
 
 SAMPLES = 6
 """Responses that are shown: the newest."""
-FILTERED = ("all_right", "all_wrong", "uniform")
 
 
 class Group(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dapo_async.types import FILTER_REASONS
+
 
 class Rates(NamedTuple):
     """The numbers by which runs are compared, from a run's metrics."""
@@ -35,7 +37,7 @@ def rates(rows: Sequence[Mapping[str, Any]]) -> Rates:
         return sum(row[name] * row["perf/step_s"] for row in rows) / seconds
 
     kept = max(1.0, total("filter/kept"))
-    filtered = sum(total(f"filter/{kind}") for kind in ("all_right", "all_wrong", "uniform"))
+    filtered = sum(total(f"filter/{reason}") for reason in FILTER_REASONS)
     trained = max(1.0, total("learner/groups"))
     return Rates(
         tokens_per_s=total("learner/trained_tokens") / seconds,
@@ -44,7 +46,7 @@ def rates(rows: Sequence[Mapping[str, Any]]) -> Rates:
         learner_idle=share("perf/learner_idle_share"),
         worker_idle=share("perf/worker_idle_share"),
         staleness=sum(r["staleness/mean"] * r["learner/groups"] for r in rows) / trained,
-        filtered=(filtered + total("filter/pass_band")) / kept,
+        filtered=filtered / kept,
     )
 
 
