@@ -178,7 +178,11 @@ def measure_profile(
     from dapo_async.studies.measure import measure
     from dapo_async.studies.profile import dump_profile
 
-    out.write_text(dump_profile(measure(run)), encoding="utf-8")
+    text = dump_profile(measure(run))
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"`--out {out}` can't be written: {error.strerror}") from None
     typer.echo(f"written to {out}")
 
 

@@ -32,7 +32,8 @@ def plan_run(
     """Search, write the best setting as `out`/config.yaml and the picture; returns the table.
 
     Raises:
-        ConfigError: unknown objective, no profile to plan with, or no setting fits.
+        ConfigError: unknown objective, no profile to plan with, no setting fits, or `out` is no
+            folder.
     """
     if request.objective not in get_args(Objective):
         known = ", ".join(get_args(Objective))
@@ -41,6 +42,10 @@ def plan_run(
     def progress(one: Candidate) -> None:
         told(f"{one.rates.tokens_per_s:12,.0f} tokens/s  {describe(one)}")
 
+    try:  # before minutes of search
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`--out {out}` can't be made: {error.strerror}") from None
     plan = Planner(
         config,
         load_profile(profile),
@@ -50,7 +55,6 @@ def plan_run(
         request.max_staleness,
         progress,
     ).search()
-    out.mkdir(parents=True, exist_ok=True)
     best = plan.ranked[0].setting.apply(config)
     (out / "config.yaml").write_text(configs.dump(best), encoding="utf-8")
     render_pareto(plan, out / "pareto.png")
@@ -87,9 +91,8 @@ def show_plan(plan: Plan, rows: int = 12) -> str:
             f"mean {found.staleness:.2f} ({_ages(one)}); {one.bottleneck}; {describe(one)}"
         )
     lines.append("GPU-h/M: GPU hours per million trained tokens; filtered: groups per kept group")
-    best = plan.ranked[0]
-    if best.usd_per_hour is not None:
-        usd = best.gpu_hours * best.usd_per_hour
+    if plan.usd_per_hour is not None:
+        usd = plan.ranked[0].gpu_hours * plan.usd_per_hour
         lines.append(f"a million trained tokens with the first cost {usd:.2f} USD")
     lines += [f"left out ({count}×): {why}" for why, count in sorted(plan.refused.items())]
     return "\n".join(lines)

@@ -111,7 +111,6 @@ class Candidate(NamedTuple):
     """Without the first steps, in which the pipeline fills."""
     ages: dict[int, float]
     """Share of trained samples by staleness, whole run."""
-    usd_per_hour: float | None
 
     @property
     def gpu_hours(self) -> float:
@@ -147,6 +146,8 @@ class Plan:
     """The best first."""
     refused: dict[str, int]
     """Why settings were not simulated or ended badly, and how many."""
+    usd_per_hour: float | None = None
+    """Price of one GPU."""
 
     @property
     def pareto(self) -> list[Candidate]:
@@ -183,7 +184,7 @@ class Planner:
         self.profile = profile
         self.gpus = gpus
         self.objective: Objective = objective
-        self._gpu, self._model = planned_with(profile)
+        self._gpu, _ = planned_with(profile)
         self._steps = steps
         self._highest = highest_staleness
         self._told = told
@@ -204,7 +205,7 @@ class Planner:
                 best = self._best([best, *(one for one in found if one is not None)])
             if best.setting == before:
                 break
-        return Plan(self.objective, self._ranked(), self._refused)
+        return Plan(self.objective, self._ranked(), self._refused, self._gpu.usd_per_hour)
 
     def _start(self) -> Candidate:
         first = Setting.of(self.config)
@@ -243,7 +244,6 @@ class Planner:
             setting=setting,
             rates=rates(steady(found.metrics)),
             ages={int(age): count / samples for age, count in histogram.items()},
-            usd_per_hour=self._gpu.usd_per_hour,
         )
         self._told(candidate)
         return candidate

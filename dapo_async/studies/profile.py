@@ -27,7 +27,7 @@ class GpuProfile(Section):
     per_node: Count = 8
     """GPUs of one machine; no engine spans machines."""
     usd_per_hour: Positive | None = None
-    """Price of one GPU; needed for `--objective cost`."""
+    """Price of one GPU; with it `tune` gives a million tokens in dollars, too."""
 
 
 class ModelProfile(Section):

@@ -197,7 +197,6 @@ def candidate(tokens: float, staleness: float, gpus: int = 8, idle: float = 0.0)
         setting=replace(SETTING, workers=gpus - 4),
         rates=Rates(tokens, tokens, 1000 / tokens, idle, 0.5, staleness, 0.2),
         ages={0: 1.0},
-        usd_per_hour=2.0,
     )
 
 
@@ -220,7 +219,9 @@ def test_the_pareto_front_holds_what_none_beats_in_both() -> None:
 
 
 def test_the_table_names_bottleneck_setting_and_cost() -> None:
-    text = show_plan(Plan("tokens", [candidate(1000, 1.0), candidate(800, 0, idle=0.6)], {"x": 2}))
+    text = show_plan(
+        Plan("tokens", [candidate(1000, 1.0), candidate(800, 0, idle=0.6)], {"x": 2}, 2.0)
+    )
     assert "mean 1.00 (0: 100%); learner; 4 workers × 1 + 4 ranks" in text
     assert "waiting for each other" in text
     assert "left out (2×): x" in text
