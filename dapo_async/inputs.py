@@ -10,7 +10,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from dapo_async.config import Config, RewardConfig, values
 from dapo_async.errors import ConfigError
 from dapo_async.prompts import LoadedPrompts, load_prompts
 from dapo_async.rewards.child import die_with_parent
+from dapo_async.signals import ctrl_c_held_back, leave_ctrl_c
 from dapo_async.types import Prompt
 
 
@@ -57,9 +57,13 @@ async def read_inputs(config: Config) -> Inputs:
         max_tasks_per_child=1,
     )
     try:
-        inputs = await loop.run_in_executor(pool, _read_without_torch, config)
+        with ctrl_c_held_back():
+            reading = loop.run_in_executor(pool, _read_without_torch, config)
+        inputs = await reading
         prompts = [*inputs.train, *inputs.held_out]
-        checking_s = await loop.run_in_executor(pool, _check_golds, config.reward, prompts)
+        with ctrl_c_held_back():
+            checking = loop.run_in_executor(pool, _check_golds, config.reward, prompts)
+        checking_s = await checking
         return replace(inputs, cpu_s=inputs.cpu_s + checking_s)
     except asyncio.CancelledError:
         for child in multiprocessing.active_children():  # it may have minutes of reading to do
@@ -72,7 +76,7 @@ async def read_inputs(config: Config) -> Inputs:
 def _start_child() -> None:
     """The child ends with the driver, and leaves a terminal's Ctrl-C to it."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_ctrl_c()
 
 
 def _read_without_torch(config: Config) -> Inputs:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Coroutine, Generator
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,6 +24,27 @@ class Interrupted(RunError):
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
         self.exit_reason = signal.Signals(number).name.lower()
+
+
+@contextlib.contextmanager
+def ctrl_c_held_back() -> Generator[None]:
+    """Children and threads that start within begin with SIGINT blocked, until `leave_ctrl_c`.
+
+    A terminal sends it to every process of the command, so it would end a child that is still on
+    its way to ignoring it. Sent to this process meanwhile, it arrives at the end of the block.
+    """
+    resource_tracker.ensure_running()  # multiprocessing starts it on need, and then unblocks SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def leave_ctrl_c() -> None:
+    """For a child: SIGINT is its parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class SignalGuard:
