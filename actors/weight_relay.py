@@ -15,12 +15,8 @@ import asyncio
 import contextlib
 import logging
 import mmap
-import os
-import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +28,7 @@ from dapo_async.codec import decode, encode
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError, WorkersLostError
 from dapo_async.types import WeightVersion
-from dapo_async.weights import MANIFEST_FILE, TENSORS_FILE, VersionGone, WeightsRefused, WeightStore
+from dapo_async.weights import TENSORS_FILE, VersionGone, WeightsRefused, WeightStore
 
 log = logging.getLogger("dapo_async")
 T = TypeVar("T")
@@ -127,8 +123,6 @@ class WeightRelay:
     def __init__(self, source: Any) -> None:
         self._source = source
         self._store = WeightStore.create()
-        # A store below the store, so that a copy is checked before anybody can see it.
-        self._incoming = WeightStore(self._store.root / "incoming")
         self._turn = asyncio.Lock()
         self._newest_wanted = 0
 
@@ -155,41 +149,26 @@ class WeightRelay:
                     raise WeightsRefused(
                         f"version {version}: version {self._newest_wanted} is wanted by now"
                     )
-                try:
-                    await self._copy(manifest)
-                finally:
-                    shutil.rmtree(self._incoming.root, ignore_errors=True)
+                await self._copy(manifest)
                 self._store.prune(NEWEST, keep=loading)
         return encode(self._store.manifest(version))
 
     async def _copy(self, manifest: WeightVersion) -> None:
-        folder = self._incoming.root / f"v{manifest.version}"
-        folder.mkdir(mode=0o700, parents=True)
-        await self._receive(manifest.version, folder / TENSORS_FILE)
-        arrived = replace(manifest, location=str(folder))
-        await asyncio.to_thread(self._incoming.verify, arrived)
-        final = self._store.root / folder.name
-        (folder / MANIFEST_FILE).write_bytes(encode(replace(manifest, location=str(final))))
-        folder.rename(final)
-
-    async def _receive(self, version: int, path: Path) -> None:
-        """Write the chunks one after another; the next one is on its way meanwhile."""
+        """Take the chunks one after another; the next one is on its way meanwhile."""
+        version = manifest.version
         size = await self._source.size.remote(version)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        coming: asyncio.Task[Any] | None = None
+        coming = asyncio.create_task(self._chunk(version, 0))
         try:
             # Found here if there is no room, not in the middle of it.
-            await asyncio.to_thread(os.posix_fallocate, descriptor, 0, size)
-            coming = asyncio.create_task(self._chunk(version, 0))
-            for start in range(0, size, CHUNK_BYTES):
-                data = await coming
-                if start + CHUNK_BYTES < size:
-                    coming = asyncio.create_task(self._chunk(version, start // CHUNK_BYTES + 1))
-                await asyncio.to_thread(os.pwrite, descriptor, data, start)
+            with await asyncio.to_thread(self._store.receive, manifest) as receiver:
+                for start in range(0, size, CHUNK_BYTES):
+                    data = await coming
+                    if start + CHUNK_BYTES < size:
+                        coming = asyncio.create_task(self._chunk(version, start // CHUNK_BYTES + 1))
+                    await asyncio.to_thread(receiver.write, data)
+                receiver.commit()
         finally:
-            if coming is not None:
-                coming.cancel()
-            os.close(descriptor)
+            coming.cancel()
 
     async def _chunk(self, version: int, index: int) -> Any:
         (reference,) = await self._source.chunk.remote(version, index)

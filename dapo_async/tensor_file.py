@@ -89,7 +89,7 @@ def misfit(specs: Sequence[TensorSpec], head: bytes, file_bytes: int) -> str | N
         if spec.offset % ITEM_BYTES[spec.dtype]:
             return f"`{spec.name}`: offset {spec.offset} is not aligned to its items"
     end = len(head)
-    for spec in _in_file_order(specs):
+    for spec in in_file_order(specs):
         if spec.offset != end:
             return f"`{spec.name}` starts at byte {spec.offset}, the tensor before it ends at {end}"
         end += spec.nbytes
@@ -121,7 +121,8 @@ def _problem(name: str, dtype: str, shape: Sequence[int]) -> str | None:
     return None
 
 
-def _in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """By where they lie in the file."""
     # An empty tensor starts where the next one does, and comes before it.
     return sorted(specs, key=lambda spec: (spec.offset, spec.nbytes))
 
@@ -129,7 +130,7 @@ def _in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 def _head(specs: Sequence[TensorSpec], start: int) -> bytes:
     """Length field and header; `start` is the byte that the specs count as the first tensor's."""
     table: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    for spec in _in_file_order(specs):
+    for spec in in_file_order(specs):
         begin = spec.offset - start
         table[spec.name] = {
             "dtype": _FORMAT_NAMES[spec.dtype],

@@ -45,7 +45,7 @@ import xxhash
 
 from dapo_async.codec import MAX_FRAME_BYTES, MalformedFrame, decode, encode
 from dapo_async.owned_folders import make_owned, remove_abandoned, try_lock
-from dapo_async.tensor_file import ITEM_BYTES, Shape, head_bytes, misfit, plan
+from dapo_async.tensor_file import ITEM_BYTES, Shape, head_bytes, in_file_order, misfit, plan
 from dapo_async.types import Canary, TensorSpec, WeightVersion
 
 if TYPE_CHECKING:
@@ -144,13 +144,23 @@ class WeightStore:
         layout, head = plan(shapes)
         return VersionWriter(self.root, version, layout, head)
 
+    def receive(self, manifest: WeightVersion) -> VersionReceiver:
+        """Make room for a version that another store has; its bytes arrive in order.
+
+        Raises:
+            OSError: not enough room.
+        """
+        remove_abandoned(self.root, _TMP_PREFIX)
+        return VersionReceiver(self.root, manifest)
+
     def prune(self, newest: int = 2, keep: Collection[int] = ()) -> tuple[int, ...]:
         """Remove all but the `newest` latest versions and those in `keep` (pinned by readers).
 
         The latest version always stays. Returns the removed versions, oldest first.
         """
         versions = self.versions()
-        doomed = [v for v in versions[: len(versions) - max(1, newest)] if v not in keep]
+        surplus = max(0, len(versions) - max(1, newest))
+        doomed = [v for v in versions[:surplus] if v not in keep]
         for version in doomed:
             # Renamed first: a reader never meets a version that is half removed.
             gone = self.root / f"{_GONE_PREFIX}{version}"
@@ -391,6 +401,95 @@ class VersionWriter:
             self._lock = None
 
 
+class VersionReceiver:
+    """A version on its way from another store into this one; made by `WeightStore.receive`.
+
+    What arrives is summed while it is in the processor's cache, so that nothing is read again when
+    the last byte is there. As a context manager it throws away what was not committed.
+    """
+
+    def __init__(self, root: Path, manifest: WeightVersion) -> None:
+        self._manifest = replace(manifest, location=str(root / f"v{manifest.version}"))
+        self._specs = in_file_order(manifest.tensors)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{manifest.version}-", dir=root))
+        self._lock = try_lock(self._folder)
+        self._file = open(self._folder / TENSORS_FILE, "x+b", buffering=0)  # noqa: SIM115
+        self._arrived = self._summed = 0
+        self._digest = xxhash.xxh3_64()
+        try:
+            _reserve(
+                self._file.fileno(), max((s.offset + s.nbytes for s in self._specs), default=0)
+            )
+        except OSError:
+            self.abort()
+            raise
+
+    def write(self, data: Any) -> None:
+        """Take the next bytes.
+
+        Args:
+            data: a buffer of bytes.
+
+        Raises:
+            WeightsRefused: a tensor has arrived whose bytes don't match their checksum.
+            OSError: it can't be written.
+        """
+        with memoryview(data).cast("B") as whole:
+            for start in range(0, len(whole), _PASS_BYTES):
+                part = whole[start : start + _PASS_BYTES]
+                if self._file.write(part) != len(part):
+                    raise OSError(errno.ENOSPC, "no room for a version", self._file.name)
+                self._sum(part)
+
+    def _sum(self, part: memoryview) -> None:
+        start, self._arrived = self._arrived, self._arrived + len(part)
+        for spec in self._specs[self._summed :]:
+            end = spec.offset + spec.nbytes
+            self._digest.update(part[max(0, spec.offset - start) : max(0, end - start)])
+            if end > self._arrived:
+                return
+            if self._digest.intdigest() != spec.xxh3:
+                raise _wrong_sum(self._manifest.version, spec)
+            self._digest.reset()
+            self._summed += 1
+
+    def commit(self) -> WeightVersion:
+        """Make the version visible if it is all here; returns its manifest in this store.
+
+        Raises:
+            WeightsRefused: the manifest says inf or nan, or doesn't fit what has arrived.
+        """
+        manifest = self._manifest
+        if not manifest.finite:
+            raise WeightsRefused(f"version {manifest.version} holds inf or nan")
+        read, file = os.pread, self._file.fileno()
+        try:
+            head = read(file, head_bytes(read(file, 8, 0)), 0)
+        except ValueError as error:
+            raise WeightsRefused(f"version {manifest.version}: {error}") from None
+        problem = misfit(manifest.tensors, head, self._arrived)
+        if problem is not None:
+            raise WeightsRefused(f"version {manifest.version}: {problem}")
+        (self._folder / MANIFEST_FILE).write_bytes(encode(manifest))
+        self._folder.rename(manifest.location)
+        self.abort()
+        return manifest
+
+    def abort(self) -> None:
+        """Throw away what has arrived. Does nothing after a commit."""
+        self._file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> VersionReceiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
 # ---- checks ----------------------------------------------------------------------------------
 
 
@@ -409,10 +508,13 @@ def _check_sums(manifest: WeightVersion, view: mmap.mmap) -> None:
             for start, nbytes in _parts(spec):
                 digest.update(whole[start : start + nbytes])
             if digest.intdigest() != spec.xxh3:
-                raise WeightsRefused(
-                    f"version {manifest.version}: the bytes of `{spec.name}` don't match their "
-                    "checksum"
-                )
+                raise _wrong_sum(manifest.version, spec)
+
+
+def _wrong_sum(version: int, spec: TensorSpec) -> WeightsRefused:
+    return WeightsRefused(
+        f"version {version}: the bytes of `{spec.name}` don't match their checksum"
+    )
 
 
 def _sum_and_check(view: mmap.mmap, spec: TensorSpec) -> tuple[int, bool]:
@@ -453,19 +555,23 @@ def _as_tensor(
 def _allocate(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        try:
-            # Without it, shared memory that runs out shows as a SIGBUS in the middle of a copy.
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            if error.errno not in _CANT_RESERVE:
-                raise
-            os.ftruncate(descriptor, size)
+        _reserve(descriptor, size)
         view = mmap.mmap(descriptor, size)
         with contextlib.suppress(OSError):  # Linux before 5.14
             view.madvise(_MADV_POPULATE_WRITE)
         return view
     finally:
         os.close(descriptor)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Without it, shared memory that runs out shows as a SIGBUS in the middle of a copy."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in _CANT_RESERVE:
+            raise
+        os.ftruncate(descriptor, size)
 
 
 def _open_regular(path: Path) -> int:

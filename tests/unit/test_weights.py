@@ -486,6 +486,15 @@ def test_pruning_keeps_the_newest_and_the_pinned_versions(store: WeightStore) ->
     assert sorted(os.listdir(store.root)) == ["v10", "v11", "v2"]
 
 
+def test_pruning_removes_nothing_while_there_are_fewer_than_it_shall_keep(
+    store: WeightStore,
+) -> None:
+    for version in (1, 2, 3, 4):
+        publish(store, version)
+        assert store.prune(newest=6) == ()
+    assert store.versions() == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("newest", [0, -3])
 def test_pruning_never_removes_the_latest_version(store: WeightStore, newest: int) -> None:
     publish(store, 1)
@@ -635,3 +644,70 @@ def test_a_file_system_without_locks_still_holds_a_store(
         assert_equal(store.open_version(publish(store, 1)), TENSORS)
         assert_equal(other.open_version(publish(other, 1)), TENSORS)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- receiving what another store has ---------------------------------------------------------
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[WeightStore]:
+    with WeightStore.create(tmp_path / "other") as made:
+        yield made
+
+
+def bytes_of(manifest: WeightVersion) -> bytes:
+    return Path(manifest.location, "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1000, 10**9])
+def test_a_version_that_arrives_in_pieces_of_any_size_is_the_same(
+    store: WeightStore, other: WeightStore, piece: int
+) -> None:
+    tensors = {
+        "wide": torch.randn(40, 3), "empty": torch.zeros(0, 5), "half": torch.randn(9).bfloat16(),
+        "scalar": torch.tensor(3), "last": torch.zeros(0),
+    }  # fmt: skip
+    source = publish(store, 4, tensors)
+    data = bytes_of(source)
+    with other.receive(source) as receiver:
+        for start in range(0, len(data), piece):
+            assert other.latest() is None
+            receiver.write(data[start : start + piece])
+        manifest = receiver.commit()
+    assert manifest == other.manifest(4)
+    assert manifest == dataclasses.replace(source, location=str(other.root / "v4"))
+    assert_equal(other.open_version(manifest), tensors)
+
+
+def test_a_version_that_arrives_damaged_short_or_long_never_becomes_visible(
+    store: WeightStore, other: WeightStore
+) -> None:
+    source = publish(store, 1, {"a": torch.randn(50), "b": torch.randn(50)})
+    data = bytes_of(source)
+    flipped = bytearray(data)
+    flipped[-1] ^= 1
+    header = bytearray(data)
+    header[20] ^= 1
+    for arriving in (flipped, header, data[:-1], data[:3], data + b"\0", b""):
+        with pytest.raises(WeightsRefused), other.receive(source) as receiver:
+            receiver.write(bytes(arriving))
+            receiver.commit()
+    receiver = other.receive(dataclasses.replace(source, finite=False))
+    receiver.write(data)
+    with receiver, pytest.raises(WeightsRefused, match="inf or nan"):
+        receiver.commit()
+    assert list(other.root.iterdir()) == []
+
+
+def test_a_version_for_which_there_is_no_room_leaves_nothing(
+    store: WeightStore, other: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = publish(store, 1, {"a": torch.randn(50)})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        other.receive(source)
+    assert list(other.root.iterdir()) == []
