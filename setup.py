@@ -8,7 +8,14 @@ setup(
     description="Asynchronous reinforcement learning of language models with DAPO",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["dapo_async", "dapo_async.rewards", "dapo_async.studies", "actors", "learner"],
+    packages=[
+        "dapo_async",
+        "dapo_async.preflight",
+        "dapo_async.rewards",
+        "dapo_async.studies",
+        "actors",
+        "learner",
+    ],
     package_data={
         "dapo_async.studies": ["report.html.jinja", "report.css"],
         "actors": ["sglang_cpu/*.py"],  # a folder for the path of a process, no package
@@ -21,6 +28,7 @@ setup(
         "matplotlib>=3.9",
         "msgpack>=1.1",
         "numpy>=2.0",
+        "packaging>=24.0",
         "pyarrow>=17",
         "pydantic>=2.9",
         "pyyaml>=6.0",

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from dapo_async import config as configs
-from dapo_async import faults, metrics, run_state
+from dapo_async import doctor, faults, metrics, run_state
 from dapo_async.checkpoint import Checkpoint, Checkpoints
 from dapo_async.config import Config
 from dapo_async.console import Status, display_mode, result_table, say, set_up_logging
@@ -83,6 +83,7 @@ def _read_and_train(
     local, cpus = config.ray.address == "local", os.cpu_count() or 1
     if local:
         check_demand(config, cpus)
+    doctor.check_quickly(config)
     inputs = asyncio.run(guard.run(read_inputs(config)))
     if inputs.dropped:
         log.info("%s: %d rows dropped as too long", config.data.train, inputs.dropped)

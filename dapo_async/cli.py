@@ -59,6 +59,34 @@ def train(
 
 
 @app.command()
+def doctor(
+    config: Annotated[
+        Path, typer.Argument(help="YAML file of the run; default: the quickstart's.")
+    ] = ROOT / "configs" / "quickstart.yaml",
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE|FILE",
+            help="Judge by these machines instead of what is here: 4x8xH100-80G:1800G, or YAML.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check, before anything is started, whether a run can work; exit code 2 if it can't."""
+    from dapo_async import doctor as examination
+    from dapo_async.preflight.findings import as_json as plain
+    from dapo_async.preflight.findings import fails
+
+    findings = examination.doctor(config, overrides or [], cluster)
+    if as_json:
+        typer.echo(json.dumps(plain(findings)))
+    else:
+        typer.echo("\n".join(finding.as_text() for finding in findings))
+    raise typer.Exit(2 if fails(findings) else 0)
+
+
+@app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
     out: Annotated[Path, typer.Option(help="Folder for the model.")],

@@ -48,7 +48,7 @@ async def read_inputs(config: Config) -> Inputs:
     Raises:
         ConfigError: one of them can't be used; names file, row and field.
     """
-    _check_quickly(config)
+    check_quickly(config)
     loop = asyncio.get_running_loop()
     pool = ProcessPoolExecutor(
         1,
@@ -84,9 +84,24 @@ def _read_without_torch(config: Config) -> Inputs:
 
     Nothing else may run in this process: a reward function, which is the user's, may want torch.
     """
+    hide_torch()
+    return read_here(config)
+
+
+def hide_torch() -> None:
+    """Nothing in this process can import torch from now on."""
     sys.modules["torch"] = cast(Any, None)
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
-    return read_here(config)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model's folder; nothing is downloaded, no code of the folder is run."""
+    from transformers import AutoTokenizer
+
+    loaded: Any = cast(Any, AutoTokenizer).from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    return loaded
 
 
 def _check_golds(reward: RewardConfig, prompts: Sequence[Prompt]) -> float:
@@ -99,13 +114,9 @@ def _check_golds(reward: RewardConfig, prompts: Sequence[Prompt]) -> float:
 
 def read_here(config: Config) -> Inputs:
     """`read_inputs` in this process, ground truths left unchecked."""
-    from transformers import AutoTokenizer
-
     folder = Path(config.model.path)
-    model = _check_quickly(config)
-    tokenizer: Tokenizer = cast(Any, AutoTokenizer).from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    model = check_quickly(config)
+    tokenizer = load_tokenizer(folder)
     train = load_prompts(config.data.train, config.data, tokenizer)
     _check_vocabulary(config.data.train, train, model)
     held_out: tuple[Prompt, ...] = ()
@@ -116,13 +127,13 @@ def read_here(config: Config) -> Inputs:
     return Inputs(
         train=train.prompts,
         held_out=held_out,
-        stop_ids=_stop_ids(folder, model, tokenizer, config.rollout.stop_token_ids or []),
+        stop_ids=stop_ids(folder, model, tokenizer, config.rollout.stop_token_ids or []),
         dropped=len(train.dropped),
         cpu_s=time.process_time(),
     )
 
 
-def _check_quickly(config: Config) -> dict[str, Any]:
+def check_quickly(config: Config) -> dict[str, Any]:
     """What needs no tokenizer; returns the model's config.json."""
     model = _read_json(Path(config.model.path) / "config.json", needed=True)
     if not any(Path(config.model.path).glob("tokenizer*")):
@@ -153,7 +164,7 @@ def _check_vocabulary(path: str, loaded: LoadedPrompts, model: dict[str, Any]) -
         )
 
 
-def _stop_ids(
+def stop_ids(
     folder: Path, model: dict[str, Any], tokenizer: Tokenizer, extra: list[int]
 ) -> frozenset[int]:
     """Every end-of-sequence id that model, generation config, tokenizer or config names."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dapo_async.config import Config, RolloutConfig
 from dapo_async.errors import ConfigError
+from dapo_async.preflight.memory import engine_memory
 from dapo_async.studies.profile import LearnerProfile, Profile, Transfer
 from dapo_async.types import Batch, SampleRef
 
@@ -109,15 +110,14 @@ def kv_tokens(rollout: RolloutConfig, profile: Profile) -> float:
     if profile.gpu is None or profile.model is None:
         return float("inf")
     share = rollout.memory_fraction or profile.engine.memory_fraction
-    total = profile.gpu.memory_gb * 1e9 * share * rollout.tensor_parallel_size
-    room = total - 2 * profile.model.parameters  # weights in 16 bits
-    if room <= 0:
+    found = engine_memory(rollout, profile.model.shape, profile.gpu.memory_gb * 1e9, share=share)
+    if found.kv <= 0:
         raise ConfigError(
             f"`rollout.tensor_parallel_size: {rollout.tensor_parallel_size}`: "
             f"{share:g} of {rollout.tensor_parallel_size} GPUs of {profile.gpu.memory_gb:g} GB "
             f"can't hold {2e-9 * profile.model.parameters:.1f} GB of weights"
         )
-    return room / profile.model.kv_bytes_per_token
+    return found.tokens
 
 
 def transfer_s(transfer: Transfer, size: float) -> float:

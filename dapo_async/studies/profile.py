@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from dapo_async.config import Count, Positive, Section, Share
 from dapo_async.config_files import problems, read_tree
 from dapo_async.errors import ConfigError
+from dapo_async.preflight.model import ModelShape
 
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -47,9 +48,9 @@ class ModelProfile(Section):
     """Width of a head."""
 
     @property
-    def kv_bytes_per_token(self) -> float:
-        """KV cache of one token in 16 bits."""
-        return 2.0 * 2 * self.layers * self.kv_heads * self.head_size
+    def shape(self) -> ModelShape:
+        """As `preflight.memory` takes it; vocabulary and MLP are not known here."""
+        return ModelShape(**self.model_dump(), source="the profile")
 
 
 class EngineProfile(Section):

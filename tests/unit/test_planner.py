@@ -14,8 +14,9 @@ from dapo_async import cli
 from dapo_async import config as configs
 from dapo_async.config import Config, validate
 from dapo_async.errors import ConfigError
+from dapo_async.preflight.memory import learner_memory
 from dapo_async.studies.commands import show_plan
-from dapo_async.studies.memory import check_memory, learner_bytes
+from dapo_async.studies.memory import check_memory
 from dapo_async.studies.planner import Candidate, Plan, Planner, Setting, ranked
 from dapo_async.studies.profile import ModelProfile, Profile
 from dapo_async.studies.simulator import simulate
@@ -76,27 +77,27 @@ def config(*parts: dict[str, Any]) -> Config:
 # ---- memory ------------------------------------------------------------------------------------
 
 
+def learner_bytes(changes: dict[str, Any]) -> float:
+    """Of weights, gradients, optimizer and activations."""
+    found = learner_memory(config({"learner": changes}), ModelProfile.model_validate(MODEL).shape)
+    return found.states + found.activations
+
+
 def test_zero_shares_out_optimizer_then_gradients_then_weights() -> None:
-    model = ModelProfile.model_validate(MODEL)
     # Inputs of ten layers of 2 × 1,000 bytes per token, and one layer at work.
     activations = 2000 * (10 * 2 * 1000 + 34 * 1000)
     for stage, per_parameter in ((1, 2 + 4 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)):
-        found = learner_bytes(config({"learner": {"ranks": 4, "zero_stage": stage}}), model)
+        found = learner_bytes({"ranks": 4, "zero_stage": stage})
         assert found == pytest.approx(per_parameter * 1e9 + activations)
 
 
 def test_offload_sequence_parallelism_and_checkpointing_save_memory() -> None:
-    model = ModelProfile.model_validate(MODEL)
-    full = learner_bytes(config({"learner": {"ranks": 4}}), model)
-    less = {
-        "offload": learner_bytes(config({"learner": {"ranks": 4, "offload": "optimizer"}}), model),
-        "sequence": learner_bytes(
-            config({"learner": {"ranks": 4, "sequence_parallel_size": 2}}), model
-        ),
-    }
-    assert less["offload"] == pytest.approx(full - 12e9 / 4)
-    assert less["sequence"] == pytest.approx(full - 1000 * 54_000)
-    kept = learner_bytes(config({"learner": {"ranks": 4, "gradient_checkpointing": False}}), model)
+    full = learner_bytes({"ranks": 4})
+    offloaded = learner_bytes({"ranks": 4, "offload": "optimizer"})
+    cut = learner_bytes({"ranks": 4, "sequence_parallel_size": 2})
+    assert offloaded == pytest.approx(full - 12e9 / 4)
+    assert cut == pytest.approx(full - 1000 * 54_000)
+    kept = learner_bytes({"ranks": 4, "gradient_checkpointing": False})
     assert kept == pytest.approx(full + 2000 * (10 * 34_000 - 54_000))
 
 

@@ -1,0 +1,41 @@
+"""docs/reference is what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dapo_async.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    for name, content in generator().pages().items():
+        path = ROOT / "docs" / "reference" / name
+        assert path.read_text(encoding="utf-8") == content, "run: python scripts/reference.py"
+
+
+def test_every_metric_is_in_it() -> None:
+    page = generator().pages()["metrics.md"]
+    assert [name for name in METRICS if f"| `{name}` |" not in page] == []
+
+
+def test_a_key_without_a_docstring_is_refused() -> None:
+    class Silent(BaseModel):
+        key: int = 1
+
+    with pytest.raises(ValueError, match=r"Silent\.key has no docstring"):
+        generator()._table(Silent)
