@@ -13,11 +13,12 @@ setup(
         "dapo_async.preflight",
         "dapo_async.rewards",
         "dapo_async.studies",
+        "dapo_async.studies.ablation",
         "actors",
         "learner",
     ],
     package_data={
-        "dapo_async.studies": ["report.html.jinja", "report.css"],
+        "dapo_async.studies": ["*.html.jinja", "report.css"],
         "actors": ["sglang_cpu/*.py"],  # a folder for the path of a process, no package
     },
     install_requires=[

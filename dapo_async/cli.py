@@ -269,6 +269,34 @@ def report(
         typer.echo(f"written to {path}")
 
 
+@app.command()
+def ablate(
+    study: Annotated[Path, typer.Argument(help="YAML file of the study (configs/ablations).")],
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: the study's.")
+    ] = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="Simulate every run instead of training it.")
+    ] = False,
+    profile: Annotated[Path | None, typer.Option(help="As for simulate; with --simulate.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results; default: runs/ablations/<name>.")
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Run nothing; report what is there.")
+    ] = False,
+) -> None:
+    """Run a study, a grid of settings × seeds, and report what its differences amount to."""
+    from dapo_async.studies.ablation import commands
+
+    if simulated != (profile is not None):
+        raise ConfigError("`ablate --simulate` and `--profile` go together")
+    if jobs is not None and (simulated or report_only):
+        raise ConfigError("`ablate --jobs` would be ignored: nothing is trained")
+    request = commands.Request(study, out, jobs, profile, report_only)
+    raise typer.Exit(commands.ablate(request, lambda said: typer.echo(said, err=True)))
+
+
 def main() -> None:
     """Entry point: errors of the run become their exit code and one clear message."""
     # transformers imports torchvision where it is; the one that SGLang on a CPU needs is older than

@@ -263,9 +263,10 @@ class Pipeline:
 
     async def _evaluate_if_due(self, group: asyncio.TaskGroup) -> None:
         every, version = self.config.eval.every, self.queue.version
-        if not every or version % every or version >= self.steps:
+        # Workers serve no newer one. Runs with other delays evaluate the same versions.
+        wanted = version - self.config.weights.delay
+        if not every or wanted <= 0 or wanted % every or version >= self.steps:
             return
-        wanted = max(0, version - self.config.weights.delay)
         if self._resumed and any(report.version >= wanted for report in self.eval_reports):
             return  # before the run was interrupted
         await self._publish_if(is_newer, group)

@@ -4,22 +4,18 @@ script: plots are SVG images inside it, and everything that comes from a run is 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-from matplotlib.figure import Figure
-
 from dapo_async.errors import ConfigError
+from dapo_async.studies import page
 from dapo_async.studies import report_tables as tables
 from dapo_async.studies.advice import advise
 from dapo_async.studies.audit import audit, economics
-from dapo_async.studies.figures import as_svg, draw
+from dapo_async.studies.figures import draw
+from dapo_async.studies.page import picture
 from dapo_async.studies.report_data import RunData, Timeline, read_run
 from dapo_async.studies.report_figures import (
     COMPARED,
@@ -32,7 +28,6 @@ from dapo_async.studies.report_figures import (
 from dapo_async.studies.trace import write_trace
 from dapo_async.types import FILTER_REASONS
 
-HERE = Path(__file__).parent
 PLOTTED = (
     *(name for name, *_ in COMPARED),
     *("eval/low", "eval/high", "eval/greedy_acc", "reward/penalty_mean"),
@@ -44,13 +39,6 @@ PLOTTED = (
 """Metrics whose values at every step are in the page, as data."""
 ZOOM_STEPS = 6
 """Learner steps of the second timeline: one of a long run is less than a pixel of the first."""
-
-
-class Picture(NamedTuple):
-    """An image inside the page."""
-
-    uri: str
-    text: str
 
 
 class Written(NamedTuple):
@@ -74,9 +62,9 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Written:
     runs = [read_run(folder) for folder in folders]
     if out is None:
         out = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
-    page = render_page(runs)
+    text = render_page(runs)
     try:
-        out.write_text(page, encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from None
     traces = [
@@ -89,16 +77,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Written:
 
 def render_page(runs: Sequence[RunData]) -> str:
     """The page as text."""
-    style = (HERE / "report.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
-    )
     one = len(runs) == 1
-    return environment.get_template("report.html.jinja").render(
+    return page.render(
+        "report.html.jinja",
         title=f"Run {runs[0].name}" if one else f"{len(runs)} runs",
-        style=Markup(style),  # a file of ours
-        style_hash=f"sha256-{digest}",
         comparison=None if one else _comparison(runs),
         runs=[_section(data, curves=one) for data in runs],
         data={"runs": [_data(data) for data in runs]},
@@ -107,7 +89,7 @@ def render_page(runs: Sequence[RunData]) -> str:
 
 def _comparison(runs: Sequence[RunData]) -> dict[str, Any]:
     text = "Curves of all runs, overlaid: " + ", ".join(title for _, title, *_ in COMPARED)
-    return {"overview": tables.overview_of_all(runs), "picture": _picture(compare(runs), text)}
+    return {"overview": tables.overview_of_all(runs), "picture": picture(compare(runs), text)}
 
 
 def _section(data: RunData, curves: bool) -> dict[str, Any]:
@@ -119,11 +101,11 @@ def _section(data: RunData, curves: bool) -> dict[str, Any]:
         "name": data.name,
         "overview": tables.overview_table(data),
         "advice": advise(data, found),
-        "sheet": _picture(draw(data.run, data.name), sheet) if curves else None,
+        "sheet": picture(draw(data.run, data.name), sheet) if curves else None,
         "ledger": None if data.ledger is None else tables.ledger_table(data.ledger),
         "ledger_note": "" if data.ledger is None else tables.ledger_note(data.ledger),
         "economics": tables.economics_table(economics(data)),
-        "distributions": _picture(
+        "distributions": picture(
             distributions(data), "Histograms of response lengths and of ages when trained"
         ),
         "audit": None if found is None else tables.audit_tables(found, data.ledger),
@@ -149,7 +131,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     return {
         "note": f"{note}. trace.json shows every span (ui.perfetto.dev).",
         "pictures": [
-            _picture(timeline_figure(timeline, window), f"Timeline of {text}")
+            picture(timeline_figure(timeline, window), f"Timeline of {text}")
             for window, text in windows
         ],
         "seconds": tables.seconds_table(timeline),
@@ -182,8 +164,3 @@ def _data(data: RunData) -> dict[str, Any]:
         "economics": asdict(economics(data)),
         "seconds": data.timeline.seconds() if data.timeline is not None else None,
     }
-
-
-def _picture(figure: Figure, text: str) -> Picture:
-    encoded = base64.b64encode(as_svg(figure)).decode()
-    return Picture(f"data:image/svg+xml;base64,{encoded}", text)

@@ -121,6 +121,14 @@ def test_a_delay_serves_exactly_that_age_when_generation_is_slow() -> None:
     assert max(ages) <= 3 and sum(ages[age] for age in (2, 3)) > 0.5 * sum(ages.values())
 
 
+@pytest.mark.parametrize("delay", range(4))
+def test_runs_with_other_delays_evaluate_the_same_versions(delay: int) -> None:
+    world = World(eta=delay, delay=delay, steps=16, eval_every=4, eval_s=0.01, filter_rate=0.0)
+    outcome = run(run_world(world))
+    check(world, outcome)
+    assert [report.version for report in outcome.recorder.evals] == [0, 4, 8, 12, 16]
+
+
 # ---- each rule is needed: without it some world breaks ------------------------------------------
 
 

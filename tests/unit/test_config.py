@@ -17,7 +17,9 @@ from dapo_async.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
-    path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "profiles"
+    path
+    for path in (ROOT / "configs").rglob("*.yaml")
+    if path.parent.name not in ("profiles", "ablations")
 )
 
 MINIMAL: dict[str, Any] = {
