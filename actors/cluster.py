@@ -43,6 +43,10 @@ CONNECT_TIMEOUT_S = 10.0
 LEAST_CPUS = 0.001
 """Ray places nothing that asks for nothing."""
 
+MARK = 0.001
+"""How much an actor takes of the custom resource that marks its nodes: it is to be found there, not
+used up. A node with one unit has room for a thousand."""
+
 Bundle = dict[str, float]
 """What one actor reserves: amounts of `CPU` and `GPU`."""
 
@@ -55,6 +59,16 @@ def bundles(config: Config) -> tuple[list[Bundle], list[Bundle]]:
     return (
         [_bundle(learner.cpus_per_rank, int(learner.device == "cuda"))] * learner.ranks,
         [_bundle(rollout.cpus_per_worker, gpus)] * rollout.workers,
+    )
+
+
+def marked_bundles(config: Config) -> tuple[list[Bundle], list[Bundle]]:
+    """As `bundles`, with the custom resources that mark the nodes of each."""
+    ranks, workers = bundles(config)
+    learner, rollout = config.ray.learner_resource, config.ray.rollout_resource
+    return (
+        [bundle | ({learner: MARK} if learner else {}) for bundle in ranks],
+        [bundle | ({rollout: MARK} if rollout else {}) for bundle in workers],
     )
 
 
@@ -252,14 +266,15 @@ class JoinedRay:
     async def place(self, config: Config) -> Placement:
         """Reserve room for everything before anything starts.
 
-        The ranks share a node, since payloads and weights lie beside them. Every worker is
-        reserved for itself: when its node dies, Ray finds it room elsewhere, and none waits for
-        the others. With `weights.transport: shared_memory` all is on one node.
+        The ranks share a node, or `learner.nodes` of them with equally many ranks on each;
+        payloads and weights lie beside rank 0. Every worker is reserved for itself: when its node
+        dies, Ray finds it room elsewhere, and none waits for the others. With
+        `weights.transport: shared_memory` all is on one node.
 
         Raises:
             ConfigError: there was no room within `ray.placement_timeout_s`.
         """
-        ranks, workers = bundles(config)
+        ranks, workers = marked_bundles(config)
         self._warn_if_small(config)
         try:
             async with asyncio.timeout(config.ray.placement_timeout_s):
@@ -268,13 +283,16 @@ class JoinedRay:
                     rank_seats, worker_seats = seats[: len(ranks)], seats[len(ranks) :]
                 else:
                     # The ranks first, so that those that need most room on one node find it.
-                    rank_seats = await self._seats(self._reserve(ranks))
+                    shares = await self._seats(self._reserve_apart(ranks, config.learner.nodes))
+                    each = len(ranks) // len(shares)
+                    rank_seats = [shares[rank // each] for rank in range(len(ranks))]
                     groups = [self._reserve([worker]) for worker in workers]
                     worker_seats = [seat for group in groups for seat in await self._seats(group)]
         except TimeoutError:
             raise ConfigError(self._no_room(config)) from None
         home = self._node_of(rank_seats[0])
-        self._tell(home, [self._node_of(seat) for seat in worker_seats])
+        learners = dict.fromkeys(self._node_of(seat) for seat in rank_seats)
+        self._tell(list(learners), [self._node_of(seat) for seat in worker_seats])
         return Placement(
             ranks=[_options(b) | s for b, s in zip(ranks, rank_seats, strict=True)],
             workers=[_options(b) | s for b, s in zip(workers, worker_seats, strict=True)],
@@ -287,6 +305,15 @@ class JoinedRay:
         from ray.util import placement_group
 
         return placement_group(together, strategy="STRICT_PACK")
+
+    def _reserve_apart(self, bundles: list[Bundle], nodes: int) -> Any:
+        """Ask for room on so many different nodes, for an equal share of the bundles on each."""
+        from ray.util import placement_group
+
+        share: Counter[str] = Counter()
+        for bundle in bundles[: len(bundles) // nodes]:
+            share.update(bundle)
+        return placement_group([dict(share)] * nodes, strategy="STRICT_SPREAD")
 
     async def _seats(self, group: Any) -> list[dict[str, Any]]:
         """Wait for that room; returns the options that put an actor there, one for each bundle."""
@@ -317,7 +344,12 @@ class JoinedRay:
             )
 
     def _no_room(self, config: Config) -> str:
-        together = f"the {config.learner.ranks} ranks of the learner need one node with room"
+        ranks, nodes = config.learner.ranks, config.learner.nodes
+        together = f"the {ranks} ranks of the learner need one node with room"
+        if nodes > 1:
+            together = (
+                f"every {ranks // nodes} of {ranks} ranks need one of {nodes} nodes with room"
+            )
         if config.weights.transport == "shared_memory":
             together = (
                 "with `weights.transport: shared_memory` one node needs room for all of it "
@@ -338,14 +370,22 @@ class JoinedRay:
         has = ", ".join(
             f"{there.get(kind, 0):g} {kind}s ({free.get(kind, 0):g} free)" for kind in total
         )
-        return f"the run asks for {asked}; the cluster has {has} on {nodes} nodes"
+        marks = {
+            key: mark
+            for key in ("learner_resource", "rollout_resource")
+            if (mark := getattr(config.ray, key))
+        }
+        marked = "".join(
+            f"; {there.get(mark, 0):g} units of `ray.{key}: {mark}`" for key, mark in marks.items()
+        )
+        return f"the run asks for {asked}; the cluster has {has} on {nodes} nodes{marked}"
 
-    def _tell(self, home: str, others: list[str]) -> None:
+    def _tell(self, learners: list[str], others: list[str]) -> None:
         names = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         spread = Counter(others)
         log.info(
             "learner on %s; workers on %s",
-            names.get(home, home),
+            ", ".join(names.get(node, node) for node in learners),
             ", ".join(f"{names.get(node, node)} × {count}" for node, count in spread.items()),
         )
 

@@ -552,6 +552,9 @@ class LearnerConfig(Section):
 
     ranks: Count = 1
     """Learner processes."""
+    nodes: Count = 1
+    """Nodes of a cluster that the ranks are on, equally many on each, in order. With several, all
+    must see `run.dir`, and the ranks meet on the network between them, without a password."""
     sequence_parallel_size: Count = 1
     """Ranks that share the tokens of one micro-batch (Ulysses); divides `ranks`, and the model's
     attention and key-value heads. The others are data-parallel."""
@@ -618,6 +621,8 @@ class LearnerConfig(Section):
                 f"`sequence_parallel_size: {self.sequence_parallel_size}` must divide "
                 f"`ranks: {self.ranks}`"
             )
+        if self.ranks % self.nodes:
+            raise ValueError(f"`nodes: {self.nodes}` must divide `ranks: {self.ranks}`")
         if self.offload == "optimizer_and_parameters" and self.zero_stage != 3:
             raise ValueError(
                 f"`offload: {self.offload}` needs `zero_stage: 3`: below it every rank computes "
@@ -682,6 +687,9 @@ class TrainerConfig(Section):
         return self
 
 
+RAYS_OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+
+
 class RayConfig(Section):
     """The cluster."""
 
@@ -690,13 +698,24 @@ class RayConfig(Section):
     that runs already."""
     placement_timeout_s: Positive = 300.0
     """Longest wait until the cluster has room for all workers and ranks (exit 2)."""
+    learner_resource: Annotated[str, Field(min_length=1)] | None = None
+    """Custom Ray resource of the nodes that learner ranks may be placed on; null: any node."""
+    rollout_resource: Annotated[str, Field(min_length=1)] | None = None
+    """The same for rollout workers."""
 
     @model_validator(mode="after")
     def _rules(self) -> RayConfig:
         if not re.fullmatch(r"local|auto|[^/:\s]+:[0-9]+|\[[0-9a-f:]+\]:[0-9]+", self.address):
             raise ValueError(f"`address: {self.address}` must be local, auto or host:port")
         if self.address == "local":
-            self.refuse_ignored(["placement_timeout_s"], "with `address: local`")
+            only_joined = ["placement_timeout_s", "learner_resource", "rollout_resource"]
+            self.refuse_ignored(only_joined, "with `address: local`")
+        for name in ("learner_resource", "rollout_resource"):
+            if getattr(self, name) in RAYS_OWN_RESOURCES:
+                raise ValueError(
+                    f"`{name}: {getattr(self, name)}` must be a resource of your own: Ray counts "
+                    "that one itself"
+                )
         return self
 
 
@@ -790,6 +809,14 @@ def _check_lengths(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
     learner = config.learner
+    if learner.nodes > 1:
+        if config.ray.address == "local":
+            raise ValueError(f"`learner.nodes: {learner.nodes}` needs a cluster, `ray.address`")
+        if config.weights.transport == "shared_memory":
+            raise ValueError(
+                f"`learner.nodes: {learner.nodes}` needs another `weights.transport`: "
+                "`shared_memory` keeps all of a run on one node"
+            )
     if config.model.attention == "flash_attention_2":
         if learner.device == "cpu":
             raise ValueError(
@@ -820,6 +847,13 @@ def _check_weights(config: Config) -> None:
     if config.weights.delay > bound:
         raise ValueError(
             f"`weights.delay: {config.weights.delay}` must be ≤ `replay.max_staleness: {bound}`"
+        )
+    marks = {config.ray.learner_resource, config.ray.rollout_resource}
+    if config.weights.transport == "shared_memory" and len(marks) > 1:
+        raise ValueError(
+            "`weights.transport: shared_memory` keeps all of a run on one node: "
+            "`ray.learner_resource` and `ray.rollout_resource` must then be equal; "
+            "`relay` spreads it"
         )
     if config.weights.delay and interval != 1:
         raise ValueError("`weights.delay` needs `weights.broadcast_interval: 1`")

@@ -100,7 +100,7 @@ def judge(config: Config, cluster: Cluster | None, here: bool) -> list[Finding]:
         )
     best = seats[0]
     # Of equal rights to Ray: it may take any of them.
-    homes = [one.home for one in seats]
+    homes = [node for one in seats for node in (one.home, *one.learners)]
     serving = [one.home for one in seats if one.home_workers]
     serving += [node for one in seats for node, _ in one.others]
     findings += fit.check_learner(config, model, _smallest_gpu(homes))

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 
 from dapo_async.config import Config, LearnerConfig
@@ -199,12 +200,13 @@ def start_engine(
     settings = engine_config(config.learner, sum(p.numel() for p in policy.parameters()))
     on_gpu = config.learner.device == "cuda"
     os.environ["DS_ACCELERATOR"] = config.learner.device  # else DeepSpeed takes a GPU it finds
-    local = rank % torch.cuda.device_count() if on_gpu else rank
+    here = world // config.learner.nodes
+    local = rank % (torch.cuda.device_count() if on_gpu else here)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(local),
         WORLD_SIZE=str(world),
-        LOCAL_SIZE=str(world),
+        LOCAL_SIZE=str(here),
         MASTER_ADDR=master_addr,
     )
     if master_addr == "127.0.0.1":
@@ -222,6 +224,15 @@ def start_engine(
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         return _initialize(settings, policy, backend, timeout)
+
+
+def meet_on_interface_of(address: str) -> None:
+    """Have gloo and NCCL use the network interface with this address, unless the environment names
+    another one: by themselves they may take one that leads nowhere, Docker's for instance."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def _store(

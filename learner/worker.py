@@ -69,21 +69,25 @@ class LearnerRank:
         self._weight_store: Any = None
 
     async def address(self) -> tuple[str, int]:
-        """Where the other ranks meet this one."""
+        """Where the other ranks meet this one: on loopback, unless they are on several nodes."""
+        host = "127.0.0.1" if self._config.learner.nodes == 1 else ray.util.get_node_ip_address()
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return "127.0.0.1", free.getsockname()[1]
+            free.bind((host, 0))
+            return host, free.getsockname()[1]
 
     async def start(self, master_addr: str, master_port: int) -> None:
         await self._run(lambda: self._start(master_addr, master_port))
 
     def _start(self, master_addr: str, master_port: int) -> None:
         from dapo_async.weights import WeightStore
+        from learner.deepspeed_config import meet_on_interface_of
         from learner.publisher import Publisher
         from learner.sender import WeightSender, nccl_environment
         from learner.trainer import Trainer
 
         config = self._config
+        if config.learner.nodes > 1:
+            meet_on_interface_of(ray.util.get_node_ip_address())
         if config.weights.transport == "nccl":
             nccl_environment()
         self._trainer = Trainer(

@@ -264,13 +264,15 @@ def payload_bytes(config: Config) -> float:
 
 
 def learner_host_bytes(config: Config, model: ModelShape, with_learner_on: str) -> dict[str, float]:
-    """Host memory of the learner's machine in parts, without its rollout workers.
+    """Host memory of the machine of the learner's rank 0 in parts, without its rollout workers;
+    where `learner.nodes` are several, the others have a part of it.
 
     Args:
         with_learner_on: `start`, when every rank has loaded the whole model, or `step`, with the
             copy that a checkpoint is written from.
     """
     learner = config.learner
+    here = learner.ranks // learner.nodes
     parts: dict[str, float] = {
         "payloads": payload_bytes(config),
         "published weights": store_bytes(config, model),
@@ -279,13 +281,13 @@ def learner_host_bytes(config: Config, model: ModelShape, with_learner_on: str) 
         parts["weights to send"] = weights_bytes(config, model)
     if learner.device == "cpu":
         one = learner_memory(config, model)
-        parts["ranks"] = learner.ranks * replace(one, overhead=PROCESS_BYTES).total
+        parts["ranks"] = here * replace(one, overhead=PROCESS_BYTES).total
     else:
-        parts["processes"] = learner.ranks * PROCESS_BYTES
+        parts["processes"] = here * PROCESS_BYTES
         shares = {"none": 0, "optimizer": 12, "optimizer_and_parameters": 14}
-        parts["offloaded"] = shares[learner.offload] * model.parameters
+        parts["offloaded"] = shares[learner.offload] * model.parameters / learner.nodes
     if with_learner_on == "step":
-        parts["checkpoint's copy"] = checkpoint_bytes(model)
+        parts["checkpoint's copy"] = checkpoint_bytes(model) / learner.nodes
     elif learner.device == "cuda":
-        parts["loading"] = learner.ranks * weights_bytes(config, model)
+        parts["loading"] = here * weights_bytes(config, model)
     return {name: size for name, size in parts.items() if size}

@@ -1,6 +1,6 @@
 """Whether all bundles find room, node by node and not only in total.
 
-The rules are those of `actors.cluster`: all learner ranks share one node; with
+The rules are those of `actors.cluster`: the learner ranks share `learner.nodes` nodes evenly; with
 `weights.transport: shared_memory` the workers are there, too; else each worker goes to any node.
 """
 
@@ -23,36 +23,46 @@ class Seats:
     """Where everything goes."""
 
     home: NodeKind
-    """The learner's node."""
+    """The node of the learner's rank 0."""
     home_workers: int
-    """Workers beside the learner."""
+    """Workers on it."""
     others: tuple[tuple[NodeKind, int], ...]
     """Other nodes with workers, and how many."""
+    learners: tuple[NodeKind, ...] = ()
+    """Other nodes of the learner."""
 
 
 def seat(
     config: Config, ranks: Sequence[Bundle], workers: Sequence[Bundle], cluster: Cluster
 ) -> list[Seats]:
-    """Every way that differs in the learner's node; empty where there is none."""
+    """Every way that differs in the node of rank 0; empty where there is none."""
     nodes = cluster.each
+    share = ranks[: len(ranks) // config.learner.nodes]
+    rooms = [_less(_capacity(node), share) for node in nodes]
     together = config.weights.transport == "shared_memory"
     found: list[Seats] = []
     for index, home in enumerate(nodes):
-        left = _less(_capacity(home), ranks)
-        if left is None:
+        learners = [i for i, room in enumerate(rooms) if room is not None and i != index]
+        learners = learners[: config.learner.nodes - 1]
+        room = rooms[index]
+        if room is None or len(learners) < config.learner.nodes - 1:
             continue
-        beside = _fitting(left, workers[0])
+        beside = _fitting(room, workers[0])
         if together:
             if beside >= len(workers):
                 found.append(Seats(home, len(workers), ()))
             continue
         waiting, others = len(workers), list[tuple[NodeKind, int]]()
-        for node in nodes[:index] + nodes[index + 1 :]:
-            here = min(waiting, _fitting(_capacity(node), workers[0]))
+        for i, node in enumerate(nodes):
+            if i == index:
+                continue
+            left = rooms[i] if i in learners else None
+            here = min(waiting, _fitting(left or _capacity(node), workers[0]))
             waiting -= here
             others += [(node, here)] if here else []
         if beside >= waiting:
-            found.append(Seats(home, waiting, tuple(others)))
+            also = tuple(nodes[i] for i in learners)
+            found.append(Seats(home, waiting, tuple(others), also))
     return found
 
 
@@ -65,16 +75,22 @@ def check_placement(
     if seat(config, ranks, workers, cluster):
         return Finding("ok", "placement", f"{asked} fit {cluster.name}")
     together = config.weights.transport == "shared_memory"
-    homes = [node for node in cluster.each if _less(_capacity(node), ranks) is not None]
-    if not homes:
-        total = {kind: amount * len(ranks) for kind, amount in ranks[0].items()}
+    count = config.learner.nodes
+    share = ranks[: len(ranks) // count]
+    homes = [node for node in cluster.each if _less(_capacity(node), share) is not None]
+    if len(homes) < count:
+        each = {kind: amount * len(share) for kind, amount in ranks[0].items()}
+        have = "no node" if not homes else f"only {len(homes)} of {count} nodes"
         return Finding(
             "fail",
             "placement",
-            f"{asked}; no node of {cluster.name} has {_words(total)}",
-            "all ranks of the learner are placed on one node",
-            f"lower `learner.ranks: {len(ranks)}` or `learner.cpus_per_rank`, with a higher "
-            "`learner.zero_stage` where memory is short, or take larger nodes",
+            f"{asked}; {have} of {cluster.name} {'has' if not homes else 'have'} {_words(each)}",
+            "all ranks of the learner are placed on one node"
+            if count == 1
+            else f"`learner.nodes: {count}` have equally many ranks each",
+            f"raise `learner.nodes: {count}`, lower `learner.ranks: {len(ranks)}` or "
+            "`learner.cpus_per_rank`, with a higher `learner.zero_stage` where memory is short, or "
+            "take larger nodes",
         )
     if together:
         return Finding(

@@ -1,7 +1,7 @@
 """A cluster of several Ray nodes on this machine, as a process of its own: commands come in on
 stdin, one JSON answer a line goes out. It ends, nodes and all, when stdin does.
 
-    add <cpus>          start a node; answers its id
+    add <cpus> [mark]   start a node, with a custom resource that marks it; answers its id
     remove <node id>    kill a node's raylet, without a warning
     actors              every living actor: class, node, pid
     nodes               ids of the living nodes
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HEAD_CPUS = 2
+HEAD_MARK = "learner_node"
 STORE_BYTES = 80 * 2**20
 QUICK_LOSS = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """So that a dead node is noticed within seconds."""
@@ -50,7 +51,12 @@ def main(folder: Path) -> None:
     cluster = Cluster(
         initialize_head=True,
         head_node_args=common
-        | {"num_cpus": HEAD_CPUS, "_system_config": QUICK_LOSS, "temp_dir": str(folder)},
+        | {
+            "num_cpus": HEAD_CPUS,
+            "resources": {HEAD_MARK: 1},
+            "_system_config": QUICK_LOSS,
+            "temp_dir": str(folder),
+        },
     )
     nodes: dict[str, Any] = {}
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
@@ -60,7 +66,8 @@ def main(folder: Path) -> None:
         for line in sys.stdin:
             command, *arguments = line.split()
             if command == "add":
-                node = cluster.add_node(num_cpus=int(arguments[0]), **common)
+                marks = dict.fromkeys(arguments[1:], 1)
+                node = cluster.add_node(num_cpus=int(arguments[0]), resources=marks, **common)
                 nodes[node.node_id] = node
                 say(node.node_id)
             elif command == "remove":

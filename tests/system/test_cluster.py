@@ -90,7 +90,7 @@ def nodes() -> Iterator[Nodes]:
     made = Nodes(folder)
     try:
         for _ in range(2):
-            made.ask("add 1")
+            made.ask("add 1 rollout_node")
         yield made
     finally:
         made.close()
@@ -198,6 +198,56 @@ def test_what_the_cluster_has_no_room_for_is_refused_in_time_and_nothing_starts(
     said = " ".join(command.output.split())
     assert reason in said and "the cluster has 4 CPUs (4 free)" in said
     assert nodes.ask("actors") == [] and command.leftovers() == []
+
+
+def test_the_quickstart_runs_with_its_learner_on_two_nodes_and_everything_where_it_is_marked_for(
+    nodes: Nodes, tiny: Path, tmp_path: Path
+) -> None:
+    rollout_nodes = set(nodes.ask("nodes")) - {nodes.head}
+    second = nodes.ask("add 1 learner_node")
+    try:
+        tree = {
+            "base": str(ROOT / "configs" / "quickstart.yaml"),
+            "run": {"name": "marked", "dir": str(tmp_path)},
+            "model": {"path": str(tiny / "model")},
+            "data": {"train": str(tiny / "train.jsonl"), "eval": str(tiny / "eval.jsonl")},
+            "reward": {"function": "tests.system.coin:even_sum"},  # the tiny model sorts nothing
+            "learner": {"ranks": 2, "nodes": 2, "zero_stage": 3, "cpus_per_rank": 1},
+            "rollout": {"cpus_per_worker": 1},  # one fits a node, and would fit the learner's
+            "checkpoint": {"every": 3},
+            "weights": {"transport": "relay"},
+            "ray": {
+                "address": nodes.address,
+                "placement_timeout_s": 30,
+                "learner_resource": "learner_node",
+                "rollout_resource": "rollout_node",
+            },
+            "trainer": {"steps": 6, "progress": "plain"},
+        }
+        command = nodes.train(tree, tmp_path)
+        path = tmp_path / "marked" / "metrics.jsonl"
+        until("a step", command, lambda: path.exists() and len(read_jsonl(path)) >= 2)
+        assert nodes.where("LearnerRank") == {nodes.head, second}
+        assert len(nodes.where("PayloadStore")) == 1
+        assert nodes.where("PayloadStore") <= {nodes.head, second}
+        assert nodes.where("RolloutWorker") == rollout_nodes
+        assert command.wait(300) == 0, command.output
+    finally:
+        nodes.ask(f"remove {second}")
+    summary = json.loads((tmp_path / "marked" / "summary.json").read_text())
+    assert summary["exit_reason"] == "done" and summary["steps"] == 6
+    (newest,) = (tmp_path / "marked" / "checkpoints").glob("step-*6")
+    written = sorted(path.name for path in newest.rglob("train-*.safetensors"))
+    assert written == ["train-00000.safetensors", "train-00001.safetensors"], "one by each rank"
+
+
+def test_nodes_with_room_that_are_marked_for_nobody_are_not_taken(
+    nodes: Nodes, tiny: Path, tmp_path: Path
+) -> None:
+    marks = {"address": nodes.address, "placement_timeout_s": 2, "learner_resource": "big_node"}
+    command = nodes.train(spread_run(nodes, tiny, "unmarked", tmp_path, ray=marks), tmp_path)
+    assert command.wait(60) == 2, command.output
+    assert "0 units of `ray.learner_resource: big_node`" in " ".join(command.output.split())
 
 
 def test_a_driver_that_is_killed_takes_its_actors_along_and_leaves_the_cluster(

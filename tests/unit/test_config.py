@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
     path
     for path in (ROOT / "configs").rglob("*.yaml")
-    if path.parent.name not in ("profiles", "ablations")
+    if path.parent.name not in ("profiles", "ablations", "cluster")
 )
 
 MINIMAL: dict[str, Any] = {

@@ -19,8 +19,6 @@ RECIPES = {
     if (found := _CLUSTER.search(path.read_text(encoding="utf-8"))) is not None
 }
 """Recipe → the machines it is for."""
-CAN_NOT_START = {"dapo_qwen2.5_32b.yaml": "all ranks of the learner are placed on one node"}
-"""Recipes that say so themselves, and why."""
 TOO_SMALL = {
     "dapo_7b_async.yaml": [
         ("8xH100-80G:1000G", "placement", "room for fewer workers"),
@@ -50,6 +48,8 @@ TOO_SMALL = {
         ("8xA100-40G:1000G", "learner memory", "`learner.gradient_checkpointing: true`"),
     ],
     "dapo_qwen2.5_32b.yaml": [
+        ("3x8xH100-80G:1800G", "placement", "only 3 of 4 nodes of 3x8xH100-80G:1800G have 8 GPUs"),
+        ("7x8xH100-80G:1800G", "placement", "room for fewer workers"),
         ("8x8xL4-24G:1800G", "learner memory", "its GPU has 24 GB"),
         ("8x8xV100-16G:1800G", "engine memory", "one full sample"),
     ],
@@ -62,15 +62,16 @@ def test_every_recipe_for_gpus_names_its_machines() -> None:
         name = str(path.relative_to(CONFIGS))
         if configs.load(path).learner.device == "cuda":
             assert name in RECIPES, name
-    assert set(RECIPES) == set(TOO_SMALL)
+    planned = {name for name in RECIPES if name.startswith("throughput/")}
+    assert set(RECIPES) - planned == set(TOO_SMALL)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_the_machines_that_it_names(name: str) -> None:
     found = doctor(CONFIGS / name, (), RECIPES[name])
-    expected = [CAN_NOT_START[name]] if name in CAN_NOT_START else []
-    assert [finding.rule for finding in fails(found)] == expected
-    assert [finding.as_text() for finding in found if finding.level == "warn"] == []
+    assert [finding.as_text() for finding in fails(found)] == []
+    if not name.startswith("throughput/"):  # a planner may pay for speed with an idle slot
+        assert [finding.as_text() for finding in found if finding.level == "warn"] == []
     judged = {finding.check for finding in found}
     assert {"learner memory", "engine memory", "placement"} <= judged
 

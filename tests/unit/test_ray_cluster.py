@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.cluster import JoinedRay, bundles, check_demand
+from actors.cluster import JoinedRay, bundles, check_demand, marked_bundles
 from dapo_async.config import Config, validate
 from dapo_async.errors import ConfigError
 
@@ -58,6 +58,39 @@ def test_a_demand_over_what_there_is_names_both() -> None:
         check_demand(asked, 3, 6)
     with pytest.raises(ConfigError, match=r"asks for 6 GPUs: .*workers: 3.* × .*: 2.*are 5\."):
         check_demand(asked, 4, 5)
+
+
+def test_marks_of_nodes_are_asked_for_beside_what_is_reserved_and_hardly_used_up() -> None:
+    marks = {"address": "auto", "learner_resource": "big", "rollout_resource": "cheap"}
+    asked = config(ray=marks, weights={"transport": "relay"}, learner={"ranks": 2})
+    ranks, workers = marked_bundles(asked)
+    assert [rank.keys() for rank in ranks] == [{"CPU", "big"}] * 2
+    assert [worker.keys() for worker in workers] == [{"CPU", "cheap"}]
+    assert 0 < 100 * ranks[0]["big"] < 1
+    assert bundles(asked)[0] == [{"CPU": 1}] * 2, "machines are judged without marks"
+    assert marked_bundles(config()) == bundles(config())
+
+
+TWO_NODES = {"ranks": 4, "nodes": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"ray": {"learner_resource": "big"}}, "learner_resource: big` would be ignored"),
+        ({"ray": {"address": "auto", "rollout_resource": "GPU"}}, "must be a resource of your own"),
+        ({"ray": {"address": "auto", "rollout_resource": "x"}}, "keeps all of a run on one node"),
+        ({"learner": {"ranks": 4, "nodes": 3}}, "`nodes: 3` must divide `ranks: 4`"),
+        ({"learner": TWO_NODES}, "`learner.nodes: 2` needs a cluster, `ray.address`"),
+        ({"learner": TWO_NODES, "ray": {"address": "auto"}}, "needs another `weights.transport`"),
+    ],
+)
+def test_a_placement_that_cant_be_is_refused_when_the_config_is_read(
+    sections: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head:6379", "[::1]:6379"])
