@@ -246,7 +246,10 @@ def tune(
         return
     if config is None or gpus is None or profile is None:
         raise ConfigError("`tune` needs CONFIG, --gpus and --profile (or --check RUN)")
-    request = commands.Request(gpus, objective, steps, max_staleness)
+    typed = ["dapo-async tune", str(config), *(overrides or []), f"--gpus {gpus}"]
+    typed += [f"--profile {profile}", f"--objective {objective}", f"--steps {steps}"]
+    command = " ".join([*typed, f"--max-staleness {max_staleness}"])
+    request = commands.Request(gpus, objective, steps, max_staleness, command)
     resolved = configs.load(config, overrides or [])
     typer.echo(
         commands.plan_run(resolved, profile, request, out, lambda said: typer.echo(said, err=True))

@@ -24,6 +24,8 @@ class Request(NamedTuple):
     objective: str
     steps: int
     max_staleness: int
+    command: str
+    """What was typed, for the head of what is written."""
 
 
 def plan_run(
@@ -56,9 +58,27 @@ def plan_run(
         progress,
     ).search()
     best = plan.ranked[0].setting.apply(config)
-    (out / "config.yaml").write_text(configs.dump(best), encoding="utf-8")
+    text = f"{_head(plan, request)}\n{configs.dump(best)}"
+    (out / "config.yaml").write_text(text, encoding="utf-8")
     render_pareto(plan, out / "pareto.png")
     return f"{show_plan(plan)}\nwritten to {out / 'config.yaml'} and {out / 'pareto.png'}"
+
+
+def _head(plan: Plan, request: Request) -> str:
+    """Where a configuration comes from, as comments."""
+    best = plan.ranked[0]
+    found = best.rates
+    return "\n".join(
+        [
+            f"# Written by `{request.command}`:",
+            f"# the best of {len(plan.ranked)} simulated settings. Predicted, not measured: "
+            f"{found.tokens_per_s:,.0f} trained tokens/s,",
+            f"# {found.step_s:,.1f} s per step, learner idle {found.learner_idle:.1%}, workers "
+            f"{found.worker_idle:.1%}, mean staleness {found.staleness:.2f}",
+            f"# ({_ages(best)}), {found.filtered:.2f} groups filtered per kept one; bottleneck: "
+            f"{best.bottleneck}.",
+        ]
+    )
 
 
 def check_run(folder: Path, profile: Path | None) -> str:
@@ -105,8 +125,10 @@ def _ages(one: Candidate) -> str:
 def describe(one: Candidate) -> str:
     """A setting in the words of the configuration."""
     setting = one.setting
+    machines = f" on {setting.nodes} machines" if setting.nodes > 1 else ""
     return (
-        f"{setting.workers} workers × {setting.tensor_parallel_size} + {setting.ranks} ranks, "
+        f"{setting.workers} workers × {setting.tensor_parallel_size} + {setting.ranks} ranks"
+        f"{machines}, "
         f"slots {setting.slots}, max_staleness {setting.max_staleness}, depth {setting.depth:g}, "
         f"broadcast_interval {setting.broadcast_interval}, oversample {setting.oversample:g}, "
         f"{setting.weight_update}, {setting.microbatch_tokens} tokens per micro-batch"

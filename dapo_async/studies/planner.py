@@ -36,6 +36,8 @@ class Setting:
     tensor_parallel_size: int
     workers: int
     ranks: int
+    nodes: int
+    """Machines of the learner."""
     slots: int
     max_staleness: int
     depth: float
@@ -55,6 +57,7 @@ class Setting:
             tensor_parallel_size=rollout.tensor_parallel_size,
             workers=rollout.workers,
             ranks=learner.ranks,
+            nodes=learner.nodes,
             slots=rollout.slots,
             max_staleness=replay.max_staleness,
             depth=replay.steps_deep,
@@ -89,6 +92,7 @@ class Setting:
             "weights": {"broadcast_interval": self.broadcast_interval},
             "learner": {
                 "ranks": self.ranks,
+                "nodes": self.nodes,
                 "max_tokens_per_microbatch": self.microbatch_tokens,
             },
         }
@@ -282,9 +286,11 @@ class Planner:
                 workers = self.gpus * eighths // 8 // size
                 rest = self.gpus - workers * size
                 for part in parts:
-                    ranks = rest // part // together * together
+                    nodes = max(1, -(-rest // part // self._gpu.per_node))
+                    ranks = rest // part // (nodes * together) * nodes * together
                     if workers and ranks:
-                        new = {"tensor_parallel_size": size, "workers": workers, "ranks": ranks}
+                        new = {"tensor_parallel_size": size, "workers": workers}
+                        new |= {"ranks": ranks, "nodes": nodes}
                         found[replace(setting, **new)] = None
         return list(found)
 

@@ -154,6 +154,17 @@ def test_no_setting_uses_more_gpus_or_staleness_than_allowed() -> None:
     assert all(max(one.ages) <= one.setting.max_staleness for one in found.ranked)
 
 
+def test_a_learner_larger_than_a_machine_is_spread_evenly_over_several() -> None:
+    profile = machine(ONE_GPU, {"gpu": {"per_node": 2}, "learner": {"token_s": 0.004}})
+    joined = config({"ray": {"address": "auto"}})
+    found = Planner(joined, profile, 8, steps=6, highest_staleness=0).search()
+    assert max(one.setting.nodes for one in found.ranked) > 1
+    for one in found.ranked:
+        assert one.setting.ranks % one.setting.nodes == 0
+        assert one.setting.ranks / one.setting.nodes <= 2
+        assert one.setting.apply(joined).learner.nodes == one.setting.nodes
+
+
 def test_where_cost_counts_gpus_that_do_not_pay_are_left_out() -> None:
     # A learner so fast that a second rank is of no use.
     profile = machine(ONE_GPU, {"learner": {"token_s": 1e-6}})
@@ -183,6 +194,7 @@ SETTING = Setting(
     tensor_parallel_size=1,
     workers=4,
     ranks=4,
+    nodes=1,
     slots=32,
     max_staleness=4,
     depth=2.0,
