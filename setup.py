@@ -10,6 +10,7 @@ setup(
     python_requires=">=3.11",
     packages=[
         "dapo_async",
+        "dapo_async.launch",
         "dapo_async.preflight",
         "dapo_async.rewards",
         "dapo_async.studies",

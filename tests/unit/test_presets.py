@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(
     str(path.relative_to(CONFIGS))
     for path in CONFIGS.rglob("*.yaml")
-    if path.parent.name not in ("profiles", "ablations")  # what `simulate` reads beside a config
+    if path.parent.name not in ("profiles", "ablations", "cluster")  # not configs of runs
 )
 GPU_PRESETS = {"gpu_single_node.yaml": 8, "dapo_qwen2.5_32b.yaml": 64}
 """And the GPUs that each asks for."""

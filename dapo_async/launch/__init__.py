@@ -1,0 +1,9 @@
+"""`scripts/launch`: from a cluster's file and a config to a run on that cluster.
+
+cluster.py            what is common to both kinds of files
+ray_file.py           a file for `ray up`, checked, Ray's own check included
+kubernetes_file.py    a RayJob for KubeRay, checked
+run.py                the config as the cluster gets it
+plan.py               the commands, in order
+__main__.py           runs or prints them
+"""

@@ -1,0 +1,145 @@
+"""The commands of a launch, in order. Nothing here runs anything."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from dapo_async.config_files import Tree
+from dapo_async.launch.cluster import ClusterFile
+from dapo_async.launch.kubernetes_file import RUN_CONFIG
+from dapo_async.launch.ray_file import TOKEN
+
+JOBS = "http://127.0.0.1:8265"
+"""Where jobs are submitted, on the head itself."""
+START_LIMIT = "60m"
+"""Longest wait for the pods of a RayJob."""
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a launch does. Every command is a program with its arguments, for no shell."""
+
+    doctor: Words
+    """Can the run work on these machines?"""
+    start: tuple[Words, ...]
+    """Each after the one before, up to the run's first line."""
+    follow: Words
+    """Shows the run's log, to its end."""
+    state: Words
+    """Says how the run is."""
+    ended: tuple[str, ...]
+    """The answer of `state` has one of these when the run is over, the first when it succeeded."""
+    down: Words
+    """Ends the cluster."""
+    files: dict[Path, str]
+    """What is written before."""
+
+    def show(self, down: bool) -> str:
+        """All of it for people, as lines for a shell."""
+        commands = [self.doctor, *self.start, self.follow, self.state]
+        commands += [self.down] if down else []
+        return "\n".join(shlex.join(words) for words in commands)
+
+
+def plan(
+    cluster: ClusterFile, tree: Tree, folder: Path, job: str, resume: str | None, token: bool
+) -> Plan:
+    """
+    Args:
+        tree: of the run's config.
+        folder: for files that the commands read.
+        job: a name for this run of it, of letters, digits, `-`, `_` and `.`.
+        resume: as `train --resume`.
+        token: Ray's token is there already.
+    """
+    config = folder / f"{job}.yaml"
+    files = {config: yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}
+    doctor = ("dapo-async", "doctor", str(config), "--cluster", cluster.shape)
+    again = [] if resume is None else ["--resume", resume]
+    if cluster.kind == "kubernetes":
+        return _on_kubernetes(cluster, config, files, doctor, again)
+    return _on_ray(cluster, config, files, doctor, again, job, token)
+
+
+def _on_ray(
+    cluster: ClusterFile,
+    config: Path,
+    files: dict[Path, str],
+    doctor: Words,
+    again: list[str],
+    job: str,
+    token: bool,
+) -> Plan:
+    file = str(cluster.path)
+    train = shlex.join(["dapo-async", "train", config.name, *again])
+    submit = f"ray job submit --address {JOBS} --submission-id {job} --no-wait -- {train}"
+    # The token is written by Ray, for this user only, and shown to nobody.
+    make_token = ("sh", "-c", f"umask 077 && mkdir -p {Path(TOKEN).parent} && "
+                  "ray get-auth-token --generate > /dev/null")  # fmt: skip
+    return Plan(
+        doctor=doctor,
+        start=(
+            *(() if token else (make_token,)),
+            # --no-restart: where the cluster is up already, its runs go on.
+            ("ray", "up", file, "--yes", "--no-restart"),
+            ("ray", "rsync-up", file, str(config), f"~/dapo-async/{config.name}"),
+            ("ray", "exec", file, f"cd ~/dapo-async && {submit}"),
+        ),
+        follow=("ray", "exec", file, f"ray job logs --address {JOBS} --follow {job}"),
+        state=("ray", "exec", file, f"ray job status --address {JOBS} {job}"),
+        ended=(f"Job '{job}' succeeded", f"Job '{job}' failed", f"Job '{job}' was stopped"),
+        down=("ray", "down", file, "--yes"),
+        files=files,
+    )
+
+
+def _on_kubernetes(
+    cluster: ClusterFile, config: Path, files: dict[Path, str], doctor: Words, again: list[str]
+) -> Plan:
+    name, items = cluster.name, cluster.tree["items"]
+    (run,) = (item for item in items if item["kind"] == "RayJob")
+    if again:
+        spec = run["spec"] | {
+            "entrypoint": shlex.join([*shlex.split(run["spec"]["entrypoint"]), *again])
+        }
+        run = run | {"spec": spec}
+    parts = {
+        "others": {
+            "apiVersion": "v1",
+            "kind": "List",
+            "items": [i for i in items if i["kind"] != "RayJob"],
+        },
+        "run-config": {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": f"{name}-run"},
+            "data": {Path(RUN_CONFIG).name: files[config]},
+        },
+        "job": run,
+    }
+    paths = {part: config.with_suffix(f".{part}.yaml") for part in parts}
+    files |= {paths[part]: yaml.safe_dump(tree, sort_keys=False) for part, tree in parts.items()}
+    return Plan(
+        doctor=doctor,
+        start=(
+            ("kubectl", "apply", "--filename", str(paths["others"])),
+            ("kubectl", "apply", "--filename", str(paths["run-config"])),
+            # `create`: a RayJob of this name that is there already is not touched.
+            ("kubectl", "create", "--filename", str(paths["job"])),
+            (
+                *("kubectl", "wait", f"--timeout={START_LIMIT}", f"rayjob/{name}"),
+                "--for=jsonpath={.status.jobDeploymentStatus}=Running",
+            ),
+        ),
+        follow=("kubectl", "logs", "--follow", "--tail=-1", f"--selector=job-name={name}"),
+        state=("kubectl", "get", f"rayjob/{name}", "--output=jsonpath={.status.jobStatus}"),
+        ended=("SUCCEEDED", "FAILED", "STOPPED"),
+        down=("kubectl", "delete", "--ignore-not-found", "rayjob", name),
+        files=files,
+    )

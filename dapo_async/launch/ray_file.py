@@ -1,0 +1,246 @@
+"""A file for `ray up`: what Ray says of it, and what Ray doesn't look at.
+
+Open doors, where Ray 2.60 opens them by itself (under `ray/autoscaler/_private`): on AWS the
+security group that it makes lets SSH in from everywhere (`aws/config.py`), on Azure likewise
+(`_azure/azure-config-template.json`); on Google Cloud the network `default` does. The default start
+commands of all three let the dashboard listen on every interface (`../*/defaults.yaml`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import ipaddress
+import logging
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field, ValidationError
+
+from dapo_async.config_files import Tree, problems
+from dapo_async.errors import ConfigError
+from dapo_async.launch.cluster import (
+    ClusterFile,
+    Kind,
+    Loose,
+    NodeType,
+    check_limits,
+    check_machine,
+    placeholders,
+    texts,
+)
+
+TOKEN = "~/.ray/auth_token"
+"""Where Ray looks for its token, here and on every node."""
+EVERYWHERE = ("0.0.0.0/0", "::/0")
+_COUNTED = re.compile(r"(?:(\d+)x(?=\d+x|cpu))?(.*)", re.DOTALL)
+"""Words for a machine after how many there are."""
+_GPUS = re.compile(r"(\d+)x")
+PROVIDERS = ("aws", "gcp", "azure", "local")
+
+
+class Metadata(Loose):
+    """Our own section of the file: Ray passes it over."""
+
+    shared_dir: str
+    machines: dict[str, str]
+    resources: dict[str, dict[str, int]] = Field(default_factory=dict[str, dict[str, int]])
+
+
+class RayNodeType(Loose):
+    node_config: dict[str, Any] = Field(default_factory=dict[str, Any])
+    resources: dict[str, int] = Field(default_factory=dict[str, int])
+    min_workers: int = 0
+    max_workers: int | None = None
+
+
+class RayFile(Loose):
+    cluster_name: str
+    provider: dict[str, Any]
+    metadata: Metadata
+    max_workers: int = 0
+    head_node_type: str = "head"
+    available_node_types: dict[str, RayNodeType] = Field(default_factory=dict[str, RayNodeType])
+    file_mounts: dict[str, str] = Field(default_factory=dict[str, str])
+    head_start_ray_commands: list[str] = Field(default_factory=list[str])
+    worker_start_ray_commands: list[str] = Field(default_factory=list[str])
+
+
+def read_ray_file(path: Path, tree: Tree) -> ClusterFile:
+    """Check a file for `ray up`, offline.
+
+    Raises:
+        ConfigError: names everything that is wrong with it.
+    """
+    left = placeholders(tree)
+    try:
+        file = RayFile.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join([f"{path} is refused:", *problems(error)])) from None
+    kind = file.provider.get("type")
+    if kind not in PROVIDERS:
+        raise ConfigError(f"{path}: `provider.type: {kind}` must be one of {', '.join(PROVIDERS)}")
+    said = [f"fill in {', '.join(left)}"] if left else []
+    said += ray_says(tree)
+    local = kind == "local"
+    said += [] if local else _check_node_types(file)
+    said += _check_doors(file, cast(Kind, kind)) + _check_commands(file)
+    node_types = _machines_there(file) if local else _rented(file)
+    for one in node_types:
+        said += check_machine(one.name, one.machine, one.resources)
+    if said:
+        raise ConfigError("\n".join([f"{path} is refused:", *(f"  {line}" for line in said)]))
+    return ClusterFile(
+        path=path,
+        kind=cast(Kind, kind),
+        name=file.cluster_name,
+        tree=tree,
+        shared_dir=file.metadata.shared_dir.rstrip("/"),
+        node_types=tuple(node_types),
+    )
+
+
+def ray_says(tree: Tree) -> list[str]:
+    """What Ray's own check, the first thing that `ray up` does, has against the file."""
+    import click
+    import jsonschema
+    from ray.autoscaler._private.util import (  # pyright: ignore[reportMissingTypeStubs]
+        prepare_config,
+        validate_config,
+    )
+
+    # What it remarks on defaults that it fills in, and on Docker, is of no interest.
+    logging.getLogger("ray.autoscaler._private.util").setLevel(logging.WARNING)
+    remarks = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(remarks), contextlib.redirect_stderr(remarks):
+            validate_config(prepare_config(copy.deepcopy(tree)))
+    except jsonschema.ValidationError as error:
+        where = ".".join(str(part) for part in error.absolute_path)
+        return [f"Ray: {where}: {error.message}" if where else f"Ray: {error.message}"]
+    except (ValueError, RuntimeError) as error:
+        return [f"Ray: {error}"]
+    except click.ClickException as error:
+        return [f"Ray: {error.message}"]
+    return []
+
+
+def _check_node_types(file: RayFile) -> list[str]:
+    types, said = file.available_node_types, list[str]()
+    names = ", ".join(types) or "none"
+    if file.head_node_type not in types:
+        said.append(f"`head_node_type: {file.head_node_type}` is no node type: {names}")
+    said += [
+        f"`metadata.machines`: {name} is no node type: {names}"
+        for name in file.metadata.machines
+        if name not in types
+    ]
+    for name, one in types.items():
+        if name not in file.metadata.machines:
+            said.append(f"`metadata.machines` doesn't say what machine {name} is")
+        if name != file.head_node_type:
+            most = file.max_workers if one.max_workers is None else one.max_workers
+            said += check_limits(name, one.min_workers, most, ("min_workers", "max_workers"))
+    return said
+
+
+def _check_doors(file: RayFile, kind: Kind) -> list[str]:
+    """What would let others in."""
+    said = [
+        f"`{text}` lets everybody in: name your own address"
+        for text in texts(file.provider)
+        if text in EVERYWHERE
+    ]
+    if kind == "azure" and (
+        file.provider.get("use_internal_ips") is not True
+        or file.provider.get("use_external_head_ip")
+    ):
+        said.append(
+            "`provider.use_internal_ips: true`, without `use_external_head_ip`, is needed: Ray's "
+            "security group on Azure lets SSH in from everywhere"
+        )
+    if kind == "local":
+        addresses = [file.provider.get("head_ip"), *file.provider.get("worker_ips", ())]
+        said += [
+            f"`provider`: {address} is a public address: Ray's ports would be, too"
+            for address in addresses
+            if _is_public(str(address))
+        ]
+    for name, one in file.available_node_types.items():
+        said += [f"{name}: {problem}" for problem in _node_doors(one.node_config, kind)]
+    return said
+
+
+def _node_doors(node: dict[str, Any], kind: Kind) -> list[str]:
+    if kind == "aws" and not node.get("SecurityGroupIds"):
+        return [
+            "`SecurityGroupIds` must name a group of yours: the one that Ray makes lets SSH in "
+            "from everywhere"
+        ]
+    if kind == "gcp":
+        places = [
+            str(one.get("subnetwork") or one.get("network") or "default").rsplit("/", 1)[-1]
+            for one in cast("list[Tree]", node.get("networkInterfaces") or [{}])
+        ]
+        if "default" in places:
+            return [
+                "`networkInterfaces` must name a subnetwork of yours: the network `default` lets "
+                "SSH in from everywhere"
+            ]
+    return []
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False  # a name
+
+
+def _check_commands(file: RayFile) -> list[str]:
+    said: list[str] = []
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        starts = [line for line in getattr(file, key) if "ray start" in line]
+        if not starts:
+            said.append(f"`{key}` must be given: Ray's own open the dashboard and want no token")
+        if not all("RAY_AUTH_MODE=token" in line for line in starts):
+            said.append(f"`{key}` must set RAY_AUTH_MODE=token")
+        if key.startswith("head") and not all(
+            "--dashboard-host=127.0.0.1" in line for line in starts
+        ):
+            said.append(f"`{key}` must have --dashboard-host=127.0.0.1: jobs come in there")
+    if file.file_mounts.get(TOKEN) != TOKEN:
+        said.append(f"`file_mounts` must have `{TOKEN}: {TOKEN}`: every node needs Ray's token")
+    return said
+
+
+def _rented(file: RayFile) -> list[NodeType]:
+    """The head is one; of the others there may be `max_workers`, and no more in all."""
+    return [
+        NodeType(
+            name=name,
+            machine=file.metadata.machines.get(name, "cpu"),
+            most=1 if name == file.head_node_type else _most(file, one),
+            resources=one.resources,
+        )
+        for name, one in file.available_node_types.items()
+        if name == file.head_node_type or _most(file, one)
+    ]
+
+
+def _most(file: RayFile, one: RayNodeType) -> int:
+    return file.max_workers if one.max_workers is None else min(one.max_workers, file.max_workers)
+
+
+def _machines_there(file: RayFile) -> list[NodeType]:
+    """Machines of one's own: Ray has no types for them, so `metadata` says all."""
+    found: list[NodeType] = []
+    for name, words in file.metadata.machines.items():
+        count, machine = _COUNTED.fullmatch(words).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        offered = dict[str, float](file.metadata.resources.get(name, {}))
+        if gpus := _GPUS.match(machine):
+            offered["GPU"] = float(gpus[1])
+        found.append(NodeType(name=name, machine=machine, most=int(count or 1), resources=offered))
+    return found

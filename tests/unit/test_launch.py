@@ -1,0 +1,197 @@
+"""`scripts/launch` without the programs that it starts: what it prints, in which order it would run
+them, and what it makes of their answers."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dapo_async.launch.__main__ import main
+from dapo_async.launch.plan import Words
+from tests.unit.launch_files import PROVIDERS, ROOT, filled
+
+CONFIG = ROOT / "configs" / "dapo_7b_async.yaml"
+PATHS = [
+    "model.path=/shared/m/Qwen2.5-7B",
+    "data.train=/shared/t.jsonl",
+    "data.eval=/shared/e.jsonl",
+]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's home with Ray's token, and the tools that Ray needs for renting."""
+    token = tmp_path / "home" / ".ray" / "auth_token"
+    token.parent.mkdir(parents=True)
+    token.touch(mode=0o600)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("dapo_async.launch.__main__.SDK", {})
+    for tool in ("rsync", "kubectl"):
+        (tmp_path / tool).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path / "home"
+
+
+class Programs:
+    """Stands for the programs: notes what is run, and answers."""
+
+    def __init__(self, state: str = "Job '{job}' succeeded", failing: str = "none") -> None:
+        self.ran: list[str] = []
+        self._state = state
+        self._failing = failing
+
+    def __call__(self, words: Words, catch: bool) -> tuple[int, str]:
+        line = shlex.join(words)
+        self.ran.append(line)
+        said = self._state.format(job=words[-1].split()[-1]) if catch else ""
+        return int(self._failing in line), said
+
+
+def launch(
+    folder: Path, *arguments: str, name: str = "aws", programs: Programs | None = None
+) -> tuple[int, list[str]]:
+    path = folder / f"{name}.yaml"
+    path.write_text(filled(name))
+    programs = programs or Programs()
+    code = main([str(path), *arguments], programs, folder / "launch")
+    return code, programs.ran
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_dry_run_prints_every_command_and_runs_none_but_the_doctor(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--dry-run", "--down", name=name)
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and ran == lines[:1]
+    cluster = tmp_path / f"{name}.yaml"
+    (run,) = (tmp_path / "launch").glob("*.yaml")
+    jobs = "--address http://127.0.0.1:8265"
+    assert [shlex.split(line) for line in lines[1:]] == [
+        ["ray", "up", str(cluster), "--yes", "--no-restart"],
+        ["ray", "rsync-up", str(cluster), str(run), f"~/dapo-async/{run.name}"],
+        ["ray", "exec", str(cluster), f"cd ~/dapo-async && ray job submit {jobs} --submission-id "
+         f"{run.stem} --no-wait -- dapo-async train {run.name}"],
+        ["ray", "exec", str(cluster), f"ray job logs {jobs} --follow {run.stem}"],
+        ["ray", "exec", str(cluster), f"ray job status {jobs} {run.stem}"],
+        ["ray", "down", str(cluster), "--yes"],
+    ]  # fmt: skip
+    assert shlex.split(lines[0])[:3] == ["dapo-async", "doctor", str(run)]
+    assert "8xH100-80G" in shlex.split(lines[0])[-1]
+
+
+def test_the_cluster_gets_one_config_with_its_own_part_filled_in(tmp_path: Path) -> None:
+    launch(tmp_path, str(CONFIG), *PATHS, "learner.lr=3e-6", "--dry-run")
+    (run,) = (tmp_path / "launch").glob("*.yaml")
+    tree = yaml.safe_load(run.read_text())
+    assert tree["learner"]["lr"] == 3e-6 and tree["run"]["dir"] == "/shared/runs"
+    assert tree["ray"] == {
+        "address": "auto",
+        "placement_timeout_s": 600.0,  # the config's own
+        "learner_resource": "learner_node",
+        "rollout_resource": "rollout_node",
+    }
+
+
+def test_a_run_is_started_followed_and_its_cluster_kept_or_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS)
+    assert code == 0 and len(ran) == 6 and not any("ray down" in line for line in ran)
+    assert "to end it: ray down" in capsys.readouterr().out
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--down", "--resume", "auto")
+    assert code == 0 and "ray down" in ran[-1] and "--resume auto" in ran[3]
+
+
+def test_a_run_that_fails_is_an_exit_code_and_its_cluster_is_ended_all_the_same(
+    tmp_path: Path,
+) -> None:
+    failed = Programs("Job '{job}' failed")
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--down", programs=failed)
+    assert code == 1 and "ray down" in ran[-1]
+
+
+def test_a_lost_connection_ends_neither_run_nor_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for state in ("Status for job '{job}': RUNNING", ""):
+        code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--down", programs=Programs(state))
+        assert code == 1 and not any("ray down" in line for line in ran)
+        assert "To go on following: ray exec" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_stops_the_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, programs=Programs(failing="ray up"))
+    assert code == 1 and "ray up" in ran[-1]
+    assert "`ray up` failed" in capsys.readouterr().err
+
+
+def test_what_the_doctor_refuses_is_not_started(tmp_path: Path) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, programs=Programs(failing="doctor"))
+    assert code == 2 and len(ran) == 1
+
+
+def test_the_real_doctor_judges_the_shape_of_the_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "aws.yaml"
+    path.write_text(filled("aws"))
+    arguments = [str(path), str(CONFIG), *PATHS, "--dry-run"]
+    assert main(arguments, folder=tmp_path / "launch") == 0
+    larger = "model.path=/shared/m/Qwen2.5-32B"
+    assert main([*arguments, larger], folder=tmp_path / "launch") == 2
+
+
+def test_rays_token_is_made_for_this_user_only_and_refused_when_others_can_read_it(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = home / ".ray" / "auth_token"
+    token.chmod(0o644)
+    assert launch(tmp_path, str(CONFIG), *PATHS)[0] == 2
+    assert "chmod 600 ~/.ray/auth_token" in capsys.readouterr().err
+    token.unlink()
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS)
+    assert code == 0 and "umask 077" in ran[1] and "get-auth-token --generate" in ran[1]
+    assert "ray up" in ran[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["model.path=models/x"], "`model.path: models/x` must be an absolute path"),
+        (["run.dir=/home/me/runs"], "`run.dir: /home/me/runs` must be below /shared"),
+        (["ray.rollout_resource=fast"], "`ray.rollout_resource: fast` is offered by no node type"),
+        (["rollout.workers=40"], "takes 40 GPUs; nodes with rollout_node have 32 at most"),
+        (["learner.ranks=16"], "`learner.ranks` takes 16 GPUs; nodes with learner_node have 8"),
+        (["ray.address=1.2.3.4:6379"], "`ray.address: 1.2.3.4:6379` must be auto"),
+        (["weights.transport=shared_memory"], "keeps all of a run on one node"),
+        (["learner.colour=red"], "learner.colour: unknown key"),
+    ],
+)
+def test_a_config_that_the_cluster_cant_run_is_refused_before_anything_starts(
+    overrides: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, *overrides)
+    assert (code, ran) == (2, [])
+    assert reason in capsys.readouterr().err
+
+
+def test_a_rayjob_is_created_followed_and_deleted(tmp_path: Path) -> None:
+    programs = Programs("SUCCEEDED")
+    arguments = [str(CONFIG), *PATHS, "--down", "--resume", "auto"]
+    code, ran = launch(tmp_path, *arguments, name="kuberay", programs=programs)
+    assert code == 0
+    assert [line.split()[1] for line in ran[1:]] == [
+        *("apply", "apply", "create", "wait", "logs", "get", "delete")
+    ]
+    others, config, job = (yaml.safe_load(Path(line.split()[-1]).read_text()) for line in ran[1:4])
+    assert [item["kind"] for item in others["items"]] == ["NetworkPolicy"]
+    assert config["metadata"]["name"] == "dapo-async-run"
+    assert yaml.safe_load(config["data"]["run.yaml"])["ray"]["learner_resource"] == "learner_node"
+    assert job["kind"] == "RayJob"
+    assert job["spec"]["entrypoint"] == "dapo-async train /run-config/run.yaml --resume auto"
+    volumes = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+    assert {"name": "run-config", "configMap": {"name": "dapo-async-run"}} in volumes
