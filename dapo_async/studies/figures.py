@@ -166,11 +166,24 @@ def _headline(run: Run, name: str) -> str:
     return "  ·  ".join(parts)
 
 
-def dress(ax: Axes, title: str, unit: str, drawn: bool, integer_x: bool = True) -> None:
+_LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "fontsize": 9.5,
+    "borderaxespad": 0.2,
+    "handlelength": 1.6,
+    "columnspacing": 1.4,
+    "labelcolor": INK,
+}
+
+
+def dress(
+    ax: Axes, title: str, unit: str, drawn: bool, integer_x: bool = True, legend: bool = True
+) -> None:
     """Title, legend and axes of a panel; `no data` in one that is empty."""
     a: Any = ax
     # The legend has a line of its own between title and panel, where no data can be.
-    a.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=26)
+    pad = 26 if legend else 8
+    a.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
     a.set_ylabel(unit, color=INK)
     a.set_axisbelow(True)
     a.grid(True, color=GRID, linewidth=0.8)
@@ -181,18 +194,25 @@ def dress(ax: Axes, title: str, unit: str, drawn: bool, integer_x: bool = True) 
     if not drawn:
         a.text(0.5, 0.5, "no data", transform=a.transAxes, ha="center", va="center", color=GREY)
         a.set_yticks([])
-        return
-    a.legend(
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        ncols=5,
-        frameon=False,
-        fontsize=9.5,
-        borderaxespad=0.2,
-        handlelength=1.6,
-        columnspacing=1.4,
-        labelcolor=INK,
-    )
+    elif legend:
+        a.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5, **_LEGEND)
+
+
+def shared_legend(figure: Figure) -> None:
+    """One legend above all panels, which say the same with the same colours."""
+    handles: dict[str, Any] = {}
+    for ax in figure.axes:
+        found: Any = ax.get_legend_handles_labels()
+        for handle, label in zip(*found, strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        # A frame of its own outside the panels: long labels can't take their room.
+        drawn: Any = figure
+        legend: Any = drawn.legend(
+            list(handles.values()), list(handles), loc="outside upper left", ncols=5, **_LEGEND
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # labels are text, never formulas
 
 
 def _line(

@@ -17,7 +17,7 @@ from dapo_async.studies.ablation.comparisons import Measure, SettingResult, sett
 from dapo_async.studies.ablation.intervals import interval
 from dapo_async.studies.ablation.results import CellResult, Results
 from dapo_async.studies.ablation.study import Arm, Point, points
-from dapo_async.studies.figures import INK, PALETTE, dress, new_figure, smooth
+from dapo_async.studies.figures import INK, PALETTE, dress, new_figure, shared_legend, smooth
 
 Panels = dict[Point, list[Point]]
 """The other axes' labels → the settings that share them."""
@@ -54,6 +54,7 @@ def curves(results: Results, arm: Arm) -> Figure:
             for index, point in enumerate(shared)
         ]
         _finish(row[3], title, "accuracy of all training answers", "learner step", any(drawn))
+    shared_legend(figure)
     return figure
 
 
@@ -109,15 +110,12 @@ def _lines(
 def _finish(ax: Axes, title: str, unit: str, x: str, drawn: bool, percent: bool = True) -> None:
     a: Any = ax
     whole = x in ("learner step", "age")
-    dress(ax, title.replace("$", r"\$"), unit, drawn, integer_x=whole)
+    dress(ax, title.replace("$", r"\$"), unit, drawn, integer_x=whole, legend=False)
     a.set_xlabel(x, color=INK)
     if "tokens" in x:
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     if percent and drawn:
         ax.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    legend: Any = ax.get_legend()
-    for text in () if legend is None else legend.get_texts():
-        text.set_parse_math(False)  # labels are text, never formulas
 
 
 # ---- age ---------------------------------------------------------------------------------------
@@ -144,6 +142,7 @@ def histograms(results: Results, arm: Arm) -> Figure:
         _finish(ax, describe(others) or arm.name, "share of trained samples", "age", drawn)
     for ax in list(axes.flat)[len(found) :]:
         ax.set_visible(False)
+    shared_legend(figure)
     return figure
 
 
@@ -175,6 +174,7 @@ def against_age(results: Results, arm: Arm, compared: Sequence[Measure]) -> Figu
         _finish(ax, title, unit, "realised age, versions", any(drawn), unit[:2] != "KL")
     for ax in list(axes.flat)[len(drawers) :]:
         ax.set_visible(False)
+    shared_legend(figure)
     return figure
 
 
