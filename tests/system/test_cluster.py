@@ -157,7 +157,7 @@ def test_a_run_survives_the_loss_of_a_node_and_a_new_node_catches_up_through_its
     os.kill(its_worker, signal.SIGKILL)  # stopped, it can't see that its node has ended
     before = steps()
     until("going on", command, lambda: steps() >= before + 2)
-    new = nodes.ask("add 1")
+    new = nodes.ask("add 1 rollout_node")
     until("a worker on the new node", command, lambda: new in nodes.where("WeightRelay"))
     replaced_at = steps()
     until("going on", command, lambda: steps() >= replaced_at + 3)
