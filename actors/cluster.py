@@ -11,6 +11,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -21,8 +23,9 @@ from typing import Any
 import psutil
 
 from dapo_async.config import Config
-from dapo_async.errors import ConfigError
+from dapo_async.errors import ConfigError, last_line
 from dapo_async.owned_folders import make_owned
+from dapo_async.rewards.child import die_with_parent
 
 OBJECT_STORE_BYTES = 256 * 2**20
 
@@ -40,6 +43,8 @@ log = logging.getLogger("dapo_async")
 POLL_S = 0.1
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait for a cluster's address to accept a connection."""
+ANSWER_TIMEOUT_S = 20.0
+"""Longest wait for Ray's answer there; a child imports Ray meanwhile."""
 LEAST_CPUS = 0.001
 """Ray places nothing that asks for nothing."""
 
@@ -243,15 +248,15 @@ class JoinedRay:
     """
 
     def __init__(self, address: str) -> None:
-        if address != "auto":
-            _check_reachable(address)
         import ray  # reads the token's place when it is imported
         from ray.exceptions import RayError
+
+        found = _find(address)
 
         self._ray = ray
         try:
             ray.init(
-                address=address,
+                address=found,
                 log_to_driver=False,
                 configure_logging=False,
                 runtime_env={"env_vars": _child_env()},
@@ -425,11 +430,49 @@ def _options(bundle: Bundle) -> dict[str, Any]:
     return options
 
 
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
+def _find(address: str) -> str:
+    """The `host:port` of a cluster that answers. Ray itself would try for minutes, or for ever:
+    `auto` may stand for one that has ended, by RAY_ADDRESS or a file that it left.
+
+    Raises:
+        ConfigError: none was found, or it doesn't answer in time.
+    """
+    from ray._private.services import (  # pyright: ignore[reportMissingTypeStubs]
+        canonicalize_bootstrap_address,
+    )
+
+    named = f"`ray.address: {address}`"
+    found = address
     try:
-        with contextlib.closing(socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)):
+        found = canonicalize_bootstrap_address(address) or address
+        host, _, port = found.rpartition(":")
+        with contextlib.closing(
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+        ):
             pass
+    except ConnectionError as error:
+        where = "" if found == "auto" else f" at {found}"
+        raise ConfigError(f"{named}: no Ray answers{where}: {last_line(str(error))}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"`ray.address: {address}` can't be reached: {error}") from error
+        raise ConfigError(f"{named}: no Ray answers at {found}: {error}") from None
+    _ask(named, found)
+    return found
+
+
+def _ask(named: str, found: str) -> None:
+    """Ray's client has no deadline of its own, so a child asks."""
+    code = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, found],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_TIMEOUT_S,
+            check=False,
+            preexec_fn=die_with_parent,
+        )
+    except subprocess.TimeoutExpired:
+        why = f"nothing within {ANSWER_TIMEOUT_S:g} s"
+        raise ConfigError(f"{named}: no Ray answers at {found}: {why}") from None
+    if done.returncode:
+        raise ConfigError(f"{named}: Ray at {found} refuses: {last_line(done.stderr)}")

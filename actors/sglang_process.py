@@ -124,7 +124,10 @@ def check_arguments(config: Config) -> None:
         ConfigError: SGLang isn't installed, or refuses; says why.
     """
     if importlib.util.find_spec("sglang") is None:
-        raise ConfigError("`rollout.engine: sglang`: the package sglang is not installed")
+        raise ConfigError(
+            "`rollout.engine: sglang`: the package sglang is not installed: `scripts/setup sglang` "
+            "(CPU) or `scripts/setup gpu`; for other machines `dapo-async doctor … --cluster SHAPE`"
+        )
     args = server_arguments(config)
     try:
         done = subprocess.run(

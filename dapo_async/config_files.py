@@ -1,4 +1,4 @@
-"""Configuration files as plain data: YAML with one base, dotted overrides, and what is wrong.
+"""Configuration files as plain data: YAML with bases, dotted overrides, and what is wrong.
 
 `dapo_async.config` says what a tree must hold; here it is only read and put together.
 """
@@ -17,16 +17,21 @@ from dapo_async.errors import ConfigError
 Tree = dict[str, Any]
 
 
-def read_tree(path: Path, inherited: bool = False) -> Tree:
-    """The sections of a YAML file, laid over those of its `base`, if it names one.
+def read_tree(path: Path, heirs: tuple[Path, ...] = ()) -> Tree:
+    """The sections of a YAML file, laid over those of its `base`, if it names one. A base may name
+    a base, too; each path is relative to the file that names it.
+
+    Args:
+        heirs: the files that led here by their `base`, the first one first.
 
     Raises:
-        ConfigError: unreadable file, not a mapping, or a base that has a base.
+        ConfigError: unreadable file, not a mapping, or bases that go in a circle.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+        what = f"the base {path.resolve()} of {heirs[-1]}" if heirs else f"the config file {path}"
+        raise ConfigError(f"cannot read {what}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"the config file {path} is not UTF-8 text") from None
     try:
@@ -38,11 +43,13 @@ def read_tree(path: Path, inherited: bool = False) -> Tree:
     base = tree.pop("base", None)
     if base is None:
         return tree
-    if inherited:
-        raise ConfigError(f"{path}: `base: {base}`: a base file can't have a base of its own")
     if not isinstance(base, str):
         raise ConfigError(f"{path}: `base: {base}` must be the path of one YAML file")
-    return _merge(read_tree(path.parent / base, inherited=True), tree)
+    line, below = (*heirs, path), path.parent / base
+    if below.resolve() in [file.resolve() for file in line]:
+        circle = " → ".join(map(str, (*line, below)))
+        raise ConfigError(f"`base` goes in a circle: {circle}")
+    return _merge(read_tree(below, line), tree)
 
 
 def _is_tree(value: object) -> TypeGuard[Tree]:

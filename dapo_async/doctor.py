@@ -147,7 +147,8 @@ def _joined(config: Config) -> list[Finding]:
     try:
         ray = JoinedRay(config.ray.address)
     except ConfigError as error:
-        return [*judge(config, None, here=True), Finding.from_error("cluster", error)]
+        change = "`ray start --head`, or `--cluster SHAPE` to judge machines that aren't here"
+        return [*judge(config, None, here=True), Finding.from_error("cluster", error, change)]
     try:
         from actors.reach import survey
 

@@ -40,7 +40,8 @@ def config_page() -> str:
     lines = [
         "# Configuration",
         MADE,
-        "A YAML file of sections. `base: FILE` lays it over another file; `section.key=value` on "
+        "A YAML file of sections. `base: FILE` lays it over another file, "
+        "which may have a base, too; `section.key=value` on "
         "the command line changes a key. Unknown keys, and keys that the chosen path would ignore, "
         'are refused. `null` is "not set"; numbers are never read from text.',
         "A **schedule** is a number, or a ramp `{start, end, steps}`, or a list of stages "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import shlex
 import shutil
@@ -45,21 +44,29 @@ def main(arguments: Sequence[str], run: Run | None = None, folder: Path = FOLDER
         cluster = read_cluster_file(Path(asked.cluster).resolve())
         tree, config = prepare(cluster, Path(asked.config), asked.overrides)
         token = _token_is_there(cluster)
+        missing = _missing_tools(cluster)
+        if missing and not asked.dry_run:
+            raise ConfigError("; ".join(missing))
         job = f"{re.sub('[^A-Za-z0-9._-]', '-', config.run.name)}-{time.strftime('%m%d-%H%M%S')}"
-        planned = plan(cluster, tree, folder, job, asked.resume, token)
+        planned = plan(cluster, tree, folder, job, asked.resume, token, _programs())
         for path, text in planned.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        if asked.dry_run:
-            print(planned.show(asked.down), flush=True)
         if run(planned.doctor, False)[0]:
             raise ConfigError("`dapo-async doctor` found what can't work; nothing was started")
-        if asked.dry_run:
-            return 0
-        _check_tools(cluster)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if asked.dry_run:
+        for line in missing:
+            print(f"warn  tools: {line}; without it a launch is refused")
+        print(f"\nwould run:\n{planned.show(asked.down)}\n")
+        checks = "the other checks" if missing else "all checks"
+        print(
+            f"dry run: {checks} passed, nothing was started; what is below {cluster.shared_dir} "
+            "was not looked at"
+        )
+        return 0
     return execute(planned, run, asked.down)
 
 
@@ -134,27 +141,38 @@ def _token_is_there(cluster: ClusterFile) -> bool:
     return True
 
 
-def _check_tools(cluster: ClusterFile) -> None:
+def _missing_tools(cluster: ClusterFile) -> list[str]:
+    """What a launch needs and isn't here."""
+    uses = {
+        "ssh": "Ray runs commands on the machines with it",
+        "rsync": "Ray copies files with it",
+    }
     if cluster.kind == "kubernetes":
-        if shutil.which("kubectl") is None:
-            raise ConfigError("kubectl isn't installed here")
-        return
+        uses = {"kubectl": "it starts the run"}
+    missing = [
+        f"{tool} isn't installed here: {use}"
+        for tool, use in uses.items()
+        if shutil.which(tool) is None
+    ]
     module = SDK.get(cluster.kind)
     if module is not None and importlib.util.find_spec(module) is None:
         wanted = " ".join(cluster.tree.get("head_setup_commands", [])).partition("pip install ")[2]
-        install = f"{sys.executable} -m pip install {wanted or module}"
-        raise ConfigError(f"Ray needs {module} to rent machines: {install}")
-    if shutil.which("rsync") is None:
-        raise ConfigError("rsync isn't installed here: Ray copies files with it")
+        install = f"{_programs() / 'pip'} install {wanted or module}"
+        missing.append(f"Ray needs {module} to rent machines: {install}")
+    return missing
+
+
+def _programs() -> Path:
+    """Those of this interpreter's environment, from the checkout."""
+    own = Path(sys.executable).parent
+    return own.relative_to(ROOT) if own.is_relative_to(ROOT) else own
 
 
 def _process(words: Words, catch: bool) -> tuple[int, str]:
-    """With the programs of this interpreter's environment, from the checkout's root."""
-    own = str(Path(sys.executable).parent)
+    """From the checkout's root."""
     done = subprocess.run(
         words,
         cwd=ROOT,
-        env=os.environ | {"PATH": f"{own}{os.pathsep}{os.environ.get('PATH', '')}"},
         stdout=subprocess.PIPE if catch else None,
         text=True,
         check=False,

@@ -41,14 +41,20 @@ class Plan:
     """What is written before."""
 
     def show(self, down: bool) -> str:
-        """All of it for people, as lines for a shell."""
+        """All of it for people, as lines for a shell in the checkout."""
         commands = [self.doctor, *self.start, self.follow, self.state]
         commands += [self.down] if down else []
         return "\n".join(shlex.join(words) for words in commands)
 
 
 def plan(
-    cluster: ClusterFile, tree: Tree, folder: Path, job: str, resume: str | None, token: bool
+    cluster: ClusterFile,
+    tree: Tree,
+    folder: Path,
+    job: str,
+    resume: str | None,
+    token: bool,
+    programs: Path,
 ) -> Plan:
     """
     Args:
@@ -57,14 +63,16 @@ def plan(
         job: a name for this run of it, of letters, digits, `-`, `_` and `.`.
         resume: as `train --resume`.
         token: Ray's token is there already.
+        programs: where `ray` and `dapo-async` are, from the checkout.
     """
     config = folder / f"{job}.yaml"
     files = {config: yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}
-    doctor = ("dapo-async", "doctor", str(config), "--cluster", cluster.shape)
+    doctor = (str(programs / "dapo-async"), "doctor", str(config), "--cluster", cluster.shape)
     again = [] if resume is None else ["--resume", resume]
     if cluster.kind == "kubernetes":
         return _on_kubernetes(cluster, config, files, doctor, again)
-    return _on_ray(cluster, config, files, doctor, again, job, token)
+    ray = str(programs / "ray")
+    return _on_ray(cluster, config, files, doctor, again, job, token, ray)
 
 
 def _on_ray(
@@ -75,26 +83,27 @@ def _on_ray(
     again: list[str],
     job: str,
     token: bool,
+    ray: str,
 ) -> Plan:
     file = str(cluster.path)
     train = shlex.join(["dapo-async", "train", config.name, *again])
     submit = f"ray job submit --address {JOBS} --submission-id {job} --no-wait -- {train}"
     # The token is written by Ray, for this user only, and shown to nobody.
     make_token = ("sh", "-c", f"umask 077 && mkdir -p {Path(TOKEN).parent} && "
-                  "ray get-auth-token --generate > /dev/null")  # fmt: skip
+                  f"{shlex.quote(ray)} get-auth-token --generate > /dev/null")  # fmt: skip
     return Plan(
         doctor=doctor,
         start=(
             *(() if token else (make_token,)),
             # --no-restart: where the cluster is up already, its runs go on.
-            ("ray", "up", file, "--yes", "--no-restart"),
-            ("ray", "rsync-up", file, str(config), f"~/dapo-async/{config.name}"),
-            ("ray", "exec", file, f"cd ~/dapo-async && {submit}"),
+            (ray, "up", file, "--yes", "--no-restart"),
+            (ray, "rsync-up", file, str(config), f"~/dapo-async/{config.name}"),
+            (ray, "exec", file, f"cd ~/dapo-async && {submit}"),
         ),
-        follow=("ray", "exec", file, f"ray job logs --address {JOBS} --follow {job}"),
-        state=("ray", "exec", file, f"ray job status --address {JOBS} {job}"),
+        follow=(ray, "exec", file, f"ray job logs --address {JOBS} --follow {job}"),
+        state=(ray, "exec", file, f"ray job status --address {JOBS} {job}"),
         ended=(f"Job '{job}' succeeded", f"Job '{job}' failed", f"Job '{job}' was stopped"),
-        down=("ray", "down", file, "--yes"),
+        down=(ray, "down", file, "--yes"),
         files=files,
     )
 

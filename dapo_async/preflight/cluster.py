@@ -67,7 +67,8 @@ class NodeKind(Section):
         """As in a shape in words."""
         memory = "" if self.gpu_memory_gb is None else f"-{self.gpu_memory_gb:g}G"
         what = f"{self.gpus}x{self.gpu or 'GPU'}{memory}" if self.gpus else "cpu"
-        return what + ("" if self.memory_gb is None else f":{self.memory_gb:.4g}G")
+        what += "" if self.memory_gb is None else f":{self.memory_gb:.4g}G"
+        return what + ("" if self.cpus is None else f":{self.cpus:g}c")
 
 
 class Cluster(Section):

@@ -404,7 +404,7 @@ def test_a_killed_owner_takes_its_server_along_and_the_next_one_clears_up(
     assert not _is_free(url)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    left = gone(processes, 15)
+    left = gone(processes, 60)
     for process in left:
         process.kill()
     assert not left
@@ -424,7 +424,7 @@ def test_an_owner_that_is_killed_during_the_start_takes_along_what_has_begun(
     shared = shared_inodes(processes)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    left = gone(processes, 15)
+    left = gone(processes, 60)
     for process in left:
         process.kill()
     assert not left

@@ -263,11 +263,30 @@ def test_a_config_inherits_from_one_base(tmp_path: Path) -> None:
     assert (config.learner.lr, config.learner.minibatches) == (0.25, 2)
 
 
-def test_a_base_of_a_base_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.yaml", MINIMAL)
-    write(tmp_path / "b.yaml", {"base": "a.yaml"})
-    with pytest.raises(ConfigError, match="base"):
-        configs.load(write(tmp_path / "c.yaml", {"base": "b.yaml"}))
+def test_a_base_may_have_a_base_each_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "a.yaml", with_values(learner__lr=0.5, learner__minibatches=2))
+    write(tmp_path / "below" / "b.yaml", {"base": "../a.yaml", "learner": {"lr": 0.25}})
+    top = {"base": "below/b.yaml", "trainer": {"steps": 7}}
+    config = configs.load(write(tmp_path / "c.yaml", top))
+    found = (config.learner.lr, config.learner.minibatches, config.trainer.steps)
+    assert found == (0.25, 2, 7)
+
+
+def test_bases_that_go_in_a_circle_are_refused_with_the_way_round(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", {"base": "b.yaml"})
+    write(tmp_path / "b.yaml", {"base": "./a.yaml"})
+    with pytest.raises(ConfigError, match=r"circle: \S*a.yaml → \S*b.yaml → \S*a.yaml"):
+        configs.load(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"circle: \S*own.yaml → \S*own.yaml"):
+        configs.load(write(tmp_path / "own.yaml", {"base": "own.yaml"}))
+
+
+def test_a_base_that_is_missing_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", {"base": "below/../b.yaml"})
+    with pytest.raises(ConfigError) as caught:
+        configs.load(path)
+    assert f"cannot read the base {tmp_path.resolve() / 'b.yaml'} of {path}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

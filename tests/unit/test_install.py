@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -190,6 +191,26 @@ def test_the_quickstart_installs_sglang_when_it_is_asked_for(
     assert ("requirements-sglang-cpu.txt" in installed(checkout)) == wanted
     asked = (checkout / "asked").read_text().splitlines()
     assert asked[-1] == " ".join(["dapo-async", "quickstart", *args])
+
+
+@pytest.mark.parametrize("name", ["quickstart", "launch"])
+def test_help_installs_nothing(checkout: Path, script: Script, name: str) -> None:
+    done = script(name, "--help")
+    assert done.returncode == 0 and f"scripts/{name}" in done.stdout
+    assert (checkout / "asked").read_text() == ""
+
+
+def test_a_second_setup_waits_for_the_first_and_not_for_ever(
+    checkout: Path, script: Script
+) -> None:
+    (checkout / ".cache").mkdir()
+    with (checkout / ".cache" / "setup.lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        done = script("setup", SETUP_WAIT_S="0.1")
+        assert done.returncode == 2 and "another scripts/setup holds" in done.stderr
+        assert installed(checkout) == []
+    assert script("setup").returncode == 0
+    assert installed(checkout) == ["requirements.txt", "."]
 
 
 @pytest.mark.parametrize("name", ["test", "check"])

@@ -4,6 +4,7 @@ them, and what it makes of their answers."""
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from dapo_async.launch.__main__ import main
 from dapo_async.launch.plan import Words
 from tests.unit.launch_files import PROVIDERS, ROOT, filled
 
+OWN = str(Path(sys.executable).parent / "{}").removeprefix(f"{ROOT}/")
+"""A program of ours, as it is called in the checkout."""
+RAY = OWN.format("ray")
 CONFIG = ROOT / "configs" / "dapo_7b_async.yaml"
 PATHS = [
     "model.path=/shared/m/Qwen2.5-7B",
@@ -29,10 +33,28 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     token.touch(mode=0o600)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("dapo_async.launch.__main__.SDK", {})
-    for tool in ("rsync", "kubectl"):
+    for tool in ("ssh", "rsync", "kubectl"):
         (tmp_path / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     return tmp_path / "home"
+
+
+def test_what_a_launch_needs_here_is_a_warning_of_a_dry_run_and_refuses_a_real_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dapo_async.launch.__main__.SDK", {"aws": "no_such_module"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "rsync").unlink()
+    for arguments, code, count in ((["--dry-run"], 0, 1), ([], 2, 0)):
+        assert launch(tmp_path, str(CONFIG), *PATHS, *arguments)[0] == code
+        said = capsys.readouterr()
+        text = said.out + said.err
+        assert "rsync isn't installed here" in text and "ssh isn't" not in text
+        assert "pip install --quiet boto3" in text
+        assert text.count("the other checks passed, nothing was started") == count
+    (tmp_path / "kubectl").unlink()
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, name="kuberay")
+    assert (code, ran) == (2, []) and "kubectl isn't installed" in capsys.readouterr().err
 
 
 class Programs:
@@ -66,21 +88,25 @@ def test_a_dry_run_prints_every_command_and_runs_none_but_the_doctor(
 ) -> None:
     code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--dry-run", "--down", name=name)
     lines = capsys.readouterr().out.splitlines()
-    assert code == 0 and ran == lines[:1]
+    start = lines.index("would run:") + 1
+    assert code == 0 and ran == lines[start : start + 1]
     cluster = tmp_path / f"{name}.yaml"
     (run,) = (tmp_path / "launch").glob("*.yaml")
     jobs = "--address http://127.0.0.1:8265"
-    assert [shlex.split(line) for line in lines[1:]] == [
-        ["ray", "up", str(cluster), "--yes", "--no-restart"],
-        ["ray", "rsync-up", str(cluster), str(run), f"~/dapo-async/{run.name}"],
-        ["ray", "exec", str(cluster), f"cd ~/dapo-async && ray job submit {jobs} --submission-id "
+    assert [shlex.split(line) for line in lines[start + 1 : -2]] == [
+        [RAY, "up", str(cluster), "--yes", "--no-restart"],
+        [RAY, "rsync-up", str(cluster), str(run), f"~/dapo-async/{run.name}"],
+        [RAY, "exec", str(cluster), f"cd ~/dapo-async && ray job submit {jobs} --submission-id "
          f"{run.stem} --no-wait -- dapo-async train {run.name}"],
-        ["ray", "exec", str(cluster), f"ray job logs {jobs} --follow {run.stem}"],
-        ["ray", "exec", str(cluster), f"ray job status {jobs} {run.stem}"],
-        ["ray", "down", str(cluster), "--yes"],
+        [RAY, "exec", str(cluster), f"ray job logs {jobs} --follow {run.stem}"],
+        [RAY, "exec", str(cluster), f"ray job status {jobs} {run.stem}"],
+        [RAY, "down", str(cluster), "--yes"],
     ]  # fmt: skip
-    assert shlex.split(lines[0])[:3] == ["dapo-async", "doctor", str(run)]
-    assert "8xH100-80G" in shlex.split(lines[0])[-1]
+    assert shlex.split(ran[0])[:3] == [OWN.format("dapo-async"), "doctor", str(run)]
+    assert "8xH100-80G" in shlex.split(ran[0])[-1]
+    assert lines[-1] == (
+        "dry run: all checks passed, nothing was started; what is below /shared was not looked at"
+    )
 
 
 def test_the_cluster_gets_one_config_with_its_own_part_filled_in(tmp_path: Path) -> None:
@@ -90,7 +116,7 @@ def test_the_cluster_gets_one_config_with_its_own_part_filled_in(tmp_path: Path)
     assert tree["learner"]["lr"] == 3e-6 and tree["run"]["dir"] == "/shared/runs"
     assert tree["ray"] == {
         "address": "auto",
-        "placement_timeout_s": 600.0,  # the config's own
+        "placement_timeout_s": 1800.0,
         "learner_resource": "learner_node",
         "rollout_resource": "rollout_node",
     }
@@ -101,7 +127,7 @@ def test_a_run_is_started_followed_and_its_cluster_kept_or_ended(
 ) -> None:
     code, ran = launch(tmp_path, str(CONFIG), *PATHS)
     assert code == 0 and len(ran) == 6 and not any("ray down" in line for line in ran)
-    assert "to end it: ray down" in capsys.readouterr().out
+    assert f"to end it: {RAY} down" in capsys.readouterr().out
     code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--down", "--resume", "auto")
     assert code == 0 and "ray down" in ran[-1] and "--resume auto" in ran[3]
 
@@ -120,7 +146,7 @@ def test_a_lost_connection_ends_neither_run_nor_cluster(
     for state in ("Status for job '{job}': RUNNING", ""):
         code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--down", programs=Programs(state))
         assert code == 1 and not any("ray down" in line for line in ran)
-        assert "To go on following: ray exec" in capsys.readouterr().err
+        assert f"To go on following: {RAY} exec" in capsys.readouterr().err
 
 
 def test_a_command_that_fails_stops_the_launch(
@@ -128,7 +154,7 @@ def test_a_command_that_fails_stops_the_launch(
 ) -> None:
     code, ran = launch(tmp_path, str(CONFIG), *PATHS, programs=Programs(failing="ray up"))
     assert code == 1 and "ray up" in ran[-1]
-    assert "`ray up` failed" in capsys.readouterr().err
+    assert f"`{RAY} up` failed" in capsys.readouterr().err
 
 
 def test_what_the_doctor_refuses_is_not_started(tmp_path: Path) -> None:

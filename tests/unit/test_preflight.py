@@ -261,7 +261,7 @@ BROKEN: dict[Break, tuple[str, str]] = {
     depth_below_a_batch: ("config", "`depth: 0.5` must be between 1 and max_staleness + 1"),
     broadcasts_too_rare: ("config", "`weights.broadcast_interval: 4` must be ≤"),
     too_many_workers: ("placement", "8 workers of 1 CPUs"),
-    cluster_that_is_not_there: ("cluster", "`ray.address: 127.0.0.1:1` can't be reached"),
+    cluster_that_is_not_there: ("cluster", "`ray.address: 127.0.0.1:1`: no Ray answers"),
     server_that_is_not_there: ("engines", "refused"),
 }
 

@@ -14,6 +14,7 @@ from dapo_async.config import Config, LearnerConfig
 from dapo_async.errors import ConfigError
 from dapo_async.preflight import memory
 from dapo_async.preflight.cluster import Cluster, read_cluster
+from dapo_async.preflight.findings import Finding
 from dapo_async.preflight.memory import (
     alternatives,
     embedded_engine,
@@ -229,7 +230,7 @@ def test_a_shape_in_words_names_kinds_of_machines() -> None:
     assert kinds == [(2, 8, 141, 2000, 192), (1, 4, 48, None, None), (1, 0, None, 64, None)]
     assert len(found.each) == 4
     assert found.nodes[0].shm_bytes == 1e12 and found.nodes[1].shm_bytes is None
-    assert read_cluster(found.name).nodes[0].gpus == 8
+    assert found.name == "2x8xH200-141G:2000G:192c + 4xL40S-48G + cpu:64G"
 
 
 def bundles(gpus: float, count: int) -> list[dict[str, float]]:
@@ -264,6 +265,30 @@ def test_bundles_fit_node_by_node_and_not_only_in_total(
     found = check_placement(config, ranks, workers, cluster)
     assert (found.level == "ok") == fits
     assert fits or (found.rule and found.change)
+
+
+def placement_advice(shape: str, ranks: int, workers: int, transport: str = "relay") -> Finding:
+    config = spread(transport)
+    ray = config.ray.model_copy(update={"address": "auto"})
+    config = config.model_copy(update={"ray": ray})
+    asked = bundles(1, ranks), bundles(1, workers)
+    return check_placement(config, *asked, read_cluster(shape))
+
+
+def test_more_learner_nodes_are_advised_only_where_the_workers_still_fit() -> None:
+    assert "raise `learner.nodes: 1` to 2" in placement_advice("3x4xA-80G", 8, 4).change
+    assert "raise `learner.nodes: 1` to 4" in placement_advice("4x3xA-80G", 8, 4).change
+    assert "learner.nodes" not in placement_advice("2x4xA-80G", 8, 1).change
+    assert "learner.nodes" not in placement_advice("3x4xA-80G", 8, 4, "shared_memory").change
+
+
+def test_fewer_workers_are_advised_only_where_some_fit() -> None:
+    found = placement_advice("8xA-80G:1000G:64c", 8, 8)
+    assert "has 0 GPUs and 56 CPUs left, room for 0 of 8 workers" in found.found
+    assert "rollout.workers" not in found.change
+    found = placement_advice("8xA-80G", 6, 8)
+    assert "has 2 GPUs left, room for 2 of 8" in found.found
+    assert "lower `rollout.workers: 8` to 2" in found.change
 
 
 def test_every_worker_has_a_seat_and_no_node_more_than_it_has_room_for() -> None:

@@ -21,13 +21,13 @@ RECIPES = {
 """Recipe → the machines it is for."""
 TOO_SMALL = {
     "dapo_7b_async.yaml": [
-        ("8xH100-80G:1000G", "placement", "room for fewer workers"),
+        ("8xH100-80G:1000G", "placement", "has 0 GPUs left, room for 0 of 8 workers"),
         ("2x4xH100-80G:1000G", "placement", "no node of 2x4xH100-80G:1000G has 8 GPUs"),
         ("2x8xL4-24G:1000G", "learner memory", "its GPU has 24 GB"),
         ("2x8xH100-80G:64G", "host memory", "loading 122 GB"),
     ],
     "presets/math.yaml": [
-        ("8xH100-80G:1000G", "placement", "room for fewer workers"),
+        ("8xH100-80G:1000G", "placement", "has 0 GPUs left, room for 0 of 8 workers"),
         ("2x8xA100-40G:160G", "host memory", "each loads the whole model"),
     ],
     "presets/multi_stage.yaml": [
@@ -39,7 +39,7 @@ TOO_SMALL = {
         ("8xL4-24G:1000G", "learner memory", "`learner.gradient_checkpointing: true`"),
     ],
     "presets/qwen2.5_32b_one_learner_node.yaml": [
-        ("4x8xH200-141G:1800G", "placement", "room for fewer workers"),
+        ("4x8xH200-141G:1800G", "placement", "has 24 GPUs left, room for 6 of 8 workers"),
         ("5x8xH100-80G:1800G", "learner memory", "`learner.offload: optimizer`"),
         ("5x8xH200-141G:512G", "host memory", "loading 524 GB"),
     ],
@@ -49,7 +49,7 @@ TOO_SMALL = {
     ],
     "dapo_qwen2.5_32b.yaml": [
         ("3x8xH100-80G:1800G", "placement", "only 3 of 4 nodes of 3x8xH100-80G:1800G have 8 GPUs"),
-        ("7x8xH100-80G:1800G", "placement", "room for fewer workers"),
+        ("7x8xH100-80G:1800G", "placement", "lower `rollout.workers: 8` to 6"),
         ("8x8xL4-24G:1800G", "learner memory", "its GPU has 24 GB"),
         ("8x8xV100-16G:1800G", "engine memory", "one full sample"),
     ],

@@ -108,5 +108,24 @@ def test_a_cluster_that_nobody_answers_for_is_refused_at_once() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(ConfigError, match=f"`ray.address: {address}` can't be reached"):
+    with pytest.raises(ConfigError, match=f"`ray.address: {address}`: no Ray answers at "):
         JoinedRay(address)
+
+
+def test_a_cluster_of_this_machine_that_has_ended_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=f"`ray.address: auto`: no Ray answers at .*:{port}: .*"):
+        JoinedRay("auto")
+
+
+def test_what_listens_and_is_no_ray_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.cluster.ANSWER_TIMEOUT_S", 2.0)
+    with socket.create_server(("", 0)) as silent:  # Ray goes by an address that others reach, too
+        port = silent.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"no Ray answers at .*:{port}: nothing within 2 s"):
+            JoinedRay(f"127.0.0.1:{port}")
