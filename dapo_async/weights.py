@@ -279,6 +279,30 @@ class WeightStore:
         return self.root / f"v{version}"
 
 
+class _Unfinished:
+    """The folder of a version that no reader sees yet; removed later if its process dies."""
+
+    def __init__(self, root: Path, version: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{version}-", dir=root))
+        self._lock = try_lock(self.folder)
+
+    def publish(self, manifest: WeightVersion) -> None:
+        """Everything is in it: let readers see it, at `manifest.location`."""
+        (self.folder / MANIFEST_FILE).write_bytes(encode(manifest))
+        self.folder.rename(manifest.location)
+        self._unlock()
+
+    def remove(self) -> None:
+        """Does nothing once it is published."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
 class VersionWriter:
     """One version on its way into the store; made by `WeightStore.begin`.
 
@@ -293,11 +317,10 @@ class VersionWriter:
         self._root = root
         self._layout = layout
         self._missing = dict.fromkeys(layout)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{version}-", dir=root))
-        self._lock = try_lock(self._folder)
+        self._place = _Unfinished(root, version)
         size = len(head) + sum(spec.nbytes for spec in layout.values())
         try:
-            self._map: mmap.mmap | None = _allocate(self._folder / TENSORS_FILE, size)
+            self._map: mmap.mmap | None = _allocate(self._place.folder / TENSORS_FILE, size)
         except OSError:
             self.abort()
             raise
@@ -351,22 +374,19 @@ class VersionWriter:
                 finite=True,
                 canary=canary,
             )
-            (self._folder / MANIFEST_FILE).write_bytes(encode(manifest))
             # Other nodes read what has left this one; in shared memory there is nothing to do.
             self._map.flush()
             self._map = None
-            self._folder.rename(manifest.location)
+            self._place.publish(manifest)
         except BaseException:
             self.abort()
             raise
-        self._unlock()
         return manifest
 
     def abort(self) -> None:
         """Throw the snapshot away. Does nothing after a commit."""
         self._map = None
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._unlock()
+        self._place.remove()
 
     def __enter__(self) -> VersionWriter:
         return self
@@ -395,11 +415,6 @@ class VersionWriter:
             )
         return tuple(specs)
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
 
 class VersionReceiver:
     """A version on its way from another store into this one; made by `WeightStore.receive`.
@@ -411,9 +426,8 @@ class VersionReceiver:
     def __init__(self, root: Path, manifest: WeightVersion) -> None:
         self._manifest = replace(manifest, location=str(root / f"v{manifest.version}"))
         self._specs = in_file_order(manifest.tensors)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{manifest.version}-", dir=root))
-        self._lock = try_lock(self._folder)
-        self._file = open(self._folder / TENSORS_FILE, "x+b", buffering=0)  # noqa: SIM115
+        self._place = _Unfinished(root, manifest.version)
+        self._file = open(self._place.folder / TENSORS_FILE, "x+b", buffering=0)  # noqa: SIM115
         self._arrived = self._summed = 0
         self._digest = xxhash.xxh3_64()
         try:
@@ -443,7 +457,8 @@ class VersionReceiver:
 
     def _sum(self, part: memoryview) -> None:
         start, self._arrived = self._arrived, self._arrived + len(part)
-        for spec in self._specs[self._summed :]:
+        while self._summed < len(self._specs):
+            spec = self._specs[self._summed]
             end = spec.offset + spec.nbytes
             self._digest.update(part[max(0, spec.offset - start) : max(0, end - start)])
             if end > self._arrived:
@@ -470,18 +485,14 @@ class VersionReceiver:
         problem = misfit(manifest.tensors, head, self._arrived)
         if problem is not None:
             raise WeightsRefused(f"version {manifest.version}: {problem}")
-        (self._folder / MANIFEST_FILE).write_bytes(encode(manifest))
-        self._folder.rename(manifest.location)
-        self.abort()
+        self._file.close()
+        self._place.publish(manifest)
         return manifest
 
     def abort(self) -> None:
         """Throw away what has arrived. Does nothing after a commit."""
         self._file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._place.remove()
 
     def __enter__(self) -> VersionReceiver:
         return self
