@@ -27,6 +27,7 @@ sys.path[0] = str(ROOT)  # this folder has modules with names of their own
 
 from dapo_async import toy  # noqa: E402
 from dapo_async.config import Config  # noqa: E402
+from dapo_async.rewards.child import die_with_parent  # noqa: E402
 from dapo_async.studies.measure import RunRecord, measure  # noqa: E402
 from dapo_async.studies.profile import Profile  # noqa: E402
 from dapo_async.studies.simulator import simulate  # noqa: E402
@@ -55,7 +56,10 @@ def write_config(path: Path, paths: toy.ToyPaths, steps: int) -> None:
 def train(config: Path, folder: Path, changes: list[str], seed: int) -> None:
     command = [sys.executable, "-m", "dapo_async.cli", "train", str(config), f"run.seed={seed}"]
     command += [f"run.dir={folder.parent}", f"run.name={folder.name}", *changes]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S, cwd=ROOT, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, timeout=RUN_TIMEOUT_S, cwd=ROOT, stdout=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+    )  # fmt: skip
 
 
 def predicted(config: Config, profile: Profile, seed: int) -> float:
