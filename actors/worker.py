@@ -117,6 +117,7 @@ class RolloutWorker:
         """All that works at something, also at what was taken back."""
         self._results: list[bytes] = []
         self._news = asyncio.Event()
+        self._rewinds = 0
         self._broken: str | None = None
         self._stall = StallClock()
         self._payload_bytes = 0
@@ -166,6 +167,7 @@ class RolloutWorker:
             RuntimeError: the worker is quarantined: its engine is broken or hangs, or the payload
                 store is lost.
         """
+        rewinds = self._rewinds
         if not self._results and self._broken is None:
             try:
                 await asyncio.wait_for(self._news.wait(), COLLECT_S)
@@ -173,6 +175,8 @@ class RolloutWorker:
                 self._check_progress()
         if self._results and self._broken is None:
             await asyncio.sleep(gather_s)
+        if rewinds != self._rewinds:
+            return []  # its caller went with the learner: these results are for the next one
         self._broken = self._broken or self._engine.health().broken
         self._news.clear()
         if self._broken is not None:
@@ -353,6 +357,7 @@ class RolloutWorker:
         Raises:
             RuntimeError: the worker is quarantined.
         """
+        self._rewinds += 1
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -126,6 +126,9 @@ class ScriptedEngine:
             prompts_prefilled=0, pause_s=0.0, reprefill_tokens=0,
         )  # fmt: skip
 
+    async def rewind(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 
@@ -137,6 +140,7 @@ class ScriptedStore:
         self.error = error
         self.frames: dict[bytes, bytes] = {}
         self.put = SimpleNamespace(remote=self._put)
+        self.health = SimpleNamespace(remote=lambda: asyncio.sleep(0))
 
     async def _put(self, lease: bytes, frame: bytes) -> None:
         if self.error is not None:
@@ -282,6 +286,32 @@ def test_an_engine_that_is_idle_or_moves_is_left_alone(
             await worker.submit([LEASE])
         assert await worker.collect() == []
         await worker.close()
+
+    asyncio.run(main())
+
+
+# ---- RolloutWorker: the learner goes back -----------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["for the first result", "for more"])
+def test_a_call_from_before_the_learner_went_back_takes_nothing_of_what_comes_after(
+    where: str, start: Callable[..., Any]
+) -> None:
+    """The driver that gave up on a call still has it waiting here: Ray runs it to its end."""
+
+    async def main() -> None:
+        worker = await start(ScriptedEngine())
+        if where == "for more":
+            await worker.submit([LEASE])
+            await asyncio.sleep(0.05)
+        forgotten = asyncio.create_task(worker.collect(gather_s=0.2))
+        await asyncio.sleep(0.01)
+        await worker.rewind()
+        await worker.submit([LEASE])
+        async with asyncio.timeout(20):
+            assert await forgotten == []
+            (meta,) = await results(worker)
+        assert isinstance(meta, GroupMeta)
 
     asyncio.run(main())
 
