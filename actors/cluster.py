@@ -15,13 +15,24 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from actors.placement import (
+    Bundle,
+    Placement,
+    Seat,
+    bundles,
+    check_demand,
+    cpus_asked,
+    gpus_asked,
+    marked_bundles,
+    on_node,
+    options,
+    total_asked,
+)
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError, last_line
 from dapo_async.owned_folders import make_owned
@@ -45,111 +56,12 @@ CONNECT_TIMEOUT_S = 10.0
 """Longest wait for a cluster's address to accept a connection."""
 ANSWER_TIMEOUT_S = 20.0
 """Longest wait for Ray's answer there; a child imports Ray meanwhile."""
-LEAST_CPUS = 0.001
-"""Ray places nothing that asks for nothing."""
-
-MARK = 0.001
-"""How much an actor takes of the custom resource that marks its nodes: it is to be found there, not
-used up. A node with one unit has room for a thousand."""
-
-Bundle = dict[str, float]
-"""What one actor reserves: amounts of `CPU` and `GPU`."""
-
-
-def bundles(config: Config) -> tuple[list[Bundle], list[Bundle]]:
-    """What each learner rank and each rollout worker reserves."""
-    rollout, learner = config.rollout, config.learner
-    own_engine = rollout.device == "cuda" and rollout.engine_urls is None
-    gpus = rollout.tensor_parallel_size if own_engine else 0
-    return (
-        [_bundle(learner.cpus_per_rank, int(learner.device == "cuda"))] * learner.ranks,
-        [_bundle(rollout.cpus_per_worker, gpus)] * rollout.workers,
-    )
-
-
-def marked_bundles(config: Config) -> tuple[list[Bundle], list[Bundle]]:
-    """As `bundles`, with the custom resources that mark the nodes of each."""
-    ranks, workers = bundles(config)
-    learner, rollout = config.ray.learner_resource, config.ray.rollout_resource
-    return (
-        [bundle | ({learner: MARK} if learner else {}) for bundle in ranks],
-        [bundle | ({rollout: MARK} if rollout else {}) for bundle in workers],
-    )
-
-
-def _bundle(cpus: float, gpus: int) -> Bundle:
-    return {"CPU": max(cpus, LEAST_CPUS)} | ({"GPU": float(gpus)} if gpus else {})
-
-
-def check_demand(config: Config, cpus: float, gpus: float | None = None) -> None:
-    """Refuse a run that asks for more than this machine has: Ray would wait for ever.
-
-    Args:
-        gpus: None as long as nobody has counted them.
-
-    Raises:
-        ConfigError: names what is asked and what there is.
-    """
-    rollout, learner = config.rollout, config.learner
-    asked = rollout.workers * rollout.cpus_per_worker + learner.ranks * learner.cpus_per_rank
-    if asked > cpus:
-        raise ConfigError(
-            f"the run asks for {asked:g} CPUs: {_cpus_asked(config)}; there are {cpus:g}. Lower "
-            "one of them"
-        )
-    asked = _total(config)["GPU"]
-    if gpus is not None and asked > gpus:
-        raise ConfigError(
-            f"the run asks for {asked:g} GPUs: {_gpus_asked(config)}; there are {gpus:g}. Lower "
-            "one of them"
-        )
-
-
-def _total(config: Config) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for bundle in [b for kind in bundles(config) for b in kind]:
-        total.update(bundle)
-    return total
-
-
-def _cpus_asked(config: Config) -> str:
-    rollout, learner = config.rollout, config.learner
-    return (
-        f"`rollout.workers: {rollout.workers}` × `rollout.cpus_per_worker: "
-        f"{rollout.cpus_per_worker:g}` + `learner.ranks: {learner.ranks}` × "
-        f"`learner.cpus_per_rank: {learner.cpus_per_rank:g}`"
-    )
-
-
-def _gpus_asked(config: Config) -> str:
-    rollout, (ranks, workers) = config.rollout, bundles(config)
-    asked: list[str] = []
-    if "GPU" in workers[0]:
-        asked.append(
-            f"`rollout.workers: {rollout.workers}` × `rollout.tensor_parallel_size: "
-            f"{rollout.tensor_parallel_size}`"
-        )
-    if "GPU" in ranks[0]:
-        asked.append(f"`learner.ranks: {config.learner.ranks}`")
-    return " + ".join(asked)
 
 
 def _child_env() -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     return CHILD_ENV | {"PYTHONPATH": path}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where the actors of a run go: Ray's options for each."""
-
-    ranks: Sequence[dict[str, Any]]
-    workers: Sequence[dict[str, Any]]
-    beside_learner: dict[str, Any]
-    """For an actor on the learner's node that reserves nothing."""
-    learner_node: str | None
-    """Ray's id of that node; None where there is no other."""
 
 
 class LocalRay:
@@ -216,10 +128,9 @@ class LocalRay:
         check_demand(config, self._cpus, self._ray.cluster_resources().get("GPU", 0))
         ranks, workers = bundles(config)
         return Placement(
-            ranks=[_options(bundle) for bundle in ranks],
-            workers=[_options(bundle) for bundle in workers],
+            ranks=[options(bundle) for bundle in ranks],
+            workers=[Seat(options(bundle)) for bundle in workers],
             beside_learner={"num_cpus": 0},
-            learner_node=None,
         )
 
     def other_cpu_s(self, known_pids: set[int]) -> float:
@@ -273,7 +184,8 @@ class JoinedRay:
 
         The ranks share a node, or `learner.nodes` of them with equally many ranks on each;
         payloads and weights lie beside rank 0. Every worker is reserved for itself: when its node
-        dies, Ray finds it room elsewhere, and none waits for the others. With
+        dies, Ray finds it room elsewhere, and none waits for the others. Those beyond
+        `rollout.workers` aren't waited for: what they ask for makes the cluster grow. With
         `weights.transport: shared_memory` all is on one node.
 
         Raises:
@@ -284,65 +196,57 @@ class JoinedRay:
         try:
             async with asyncio.timeout(config.ray.placement_timeout_s):
                 if config.weights.transport == "shared_memory":
-                    seats = await self._seats(self._reserve([*ranks, *workers]))
+                    seats = self._reserve([*ranks, *workers])
+                    await self._placed(seats)
                     rank_seats, worker_seats = seats[: len(ranks)], seats[len(ranks) :]
                 else:
                     # The ranks first, so that those that need most room on one node find it.
-                    shares = await self._seats(self._reserve_apart(ranks, config.learner.nodes))
-                    each = len(ranks) // len(shares)
-                    rank_seats = [shares[rank // each] for rank in range(len(ranks))]
-                    groups = [self._reserve([worker]) for worker in workers]
-                    worker_seats = [seat for group in groups for seat in await self._seats(group)]
+                    rank_seats = self._reserve_apart(ranks, config.learner.nodes)
+                    await self._placed(rank_seats)
+                    worker_seats = [seat for worker in workers for seat in self._reserve([worker])]
+                    await self._placed(worker_seats)
         except TimeoutError:
             raise ConfigError(self._no_room(config)) from None
-        home = self._node_of(rank_seats[0])
-        learners = dict.fromkeys(self._node_of(seat) for seat in rank_seats)
-        self._tell(list(learners), [self._node_of(seat) for seat in worker_seats])
+        learners = dict.fromkeys(seat.node() for seat in rank_seats)
+        self._tell(list(learners), [seat.node() for seat in worker_seats])
+        more = config.rollout.most_workers - len(workers)
+        worker_seats += [seat for _ in range(more) for seat in self._reserve(workers[:1])]
+        home = next(iter(learners))
+        assert home is not None
         return Placement(
-            ranks=[_options(b) | s for b, s in zip(ranks, rank_seats, strict=True)],
-            workers=[_options(b) | s for b, s in zip(workers, worker_seats, strict=True)],
+            ranks=[seat.options for seat in rank_seats],
+            workers=worker_seats,
             beside_learner=on_node(home),
             learner_node=home,
         )
 
-    def _reserve(self, together: list[Bundle]) -> Any:
+    def _reserve(self, together: list[Bundle]) -> list[Seat]:
         """Ask for room on one node."""
         from ray.util import placement_group
 
-        return placement_group(together, strategy="STRICT_PACK")
+        group = placement_group(together, strategy="STRICT_PACK")
+        return [_seat(bundle, group, index) for index, bundle in enumerate(together)]
 
-    def _reserve_apart(self, bundles: list[Bundle], nodes: int) -> Any:
+    def _reserve_apart(self, bundles: list[Bundle], nodes: int) -> list[Seat]:
         """Ask for room on so many different nodes, for an equal share of the bundles on each."""
         from ray.util import placement_group
 
+        each = len(bundles) // nodes
         share: Counter[str] = Counter()
-        for bundle in bundles[: len(bundles) // nodes]:
+        for bundle in bundles[:each]:
             share.update(bundle)
-        return placement_group([dict(share)] * nodes, strategy="STRICT_SPREAD")
+        group = placement_group([dict(share)] * nodes, strategy="STRICT_SPREAD")
+        return [_seat(bundle, group, index // each) for index, bundle in enumerate(bundles)]
 
-    async def _seats(self, group: Any) -> list[dict[str, Any]]:
-        """Wait for that room; returns the options that put an actor there, one for each bundle."""
-        from ray.util import placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        while placement_group_table(group)["state"] != "CREATED":
-            await asyncio.sleep(POLL_S)
-        return [
-            {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
-            for index in range(group.bundle_count)
-        ]
-
-    def _node_of(self, seat: dict[str, Any]) -> str:
-        from ray.util import placement_group_table
-
-        strategy = seat["scheduling_strategy"]
-        table = placement_group_table(strategy.placement_group)
-        return table["bundles_to_node_id"][strategy.placement_group_bundle_index]
+    async def _placed(self, seats: list[Seat]) -> None:
+        for seat in seats:
+            while seat.node() is None:
+                await asyncio.sleep(POLL_S)
 
     def _warn_if_small(self, config: Config) -> None:
         """A cluster may still grow, so this is no error yet."""
         there = self._ray.cluster_resources()
-        if any(asked > there.get(kind, 0) for kind, asked in _total(config).items()):
+        if any(asked > there.get(kind, 0) for kind, asked in total_asked(config).items()):
             log.warning(
                 "%s; waiting up to %g s for it to grow",
                 *(self._asked_and_there(config), config.ray.placement_timeout_s),
@@ -366,10 +270,10 @@ class JoinedRay:
         )
 
     def _asked_and_there(self, config: Config) -> str:
-        total = _total(config)
-        asked = f"{total['CPU']:g} CPUs ({_cpus_asked(config)})"
+        total = total_asked(config)
+        asked = f"{total['CPU']:g} CPUs ({cpus_asked(config)})"
         if total["GPU"]:
-            asked += f" and {total['GPU']:g} GPUs ({_gpus_asked(config)})"
+            asked += f" and {total['GPU']:g} GPUs ({gpus_asked(config)})"
         there, free = self._ray.cluster_resources(), self._ray.available_resources()
         nodes = sum(node["Alive"] for node in self._ray.nodes())
         has = ", ".join(
@@ -385,12 +289,12 @@ class JoinedRay:
         )
         return f"the run asks for {asked}; the cluster has {has} on {nodes} nodes{marked}"
 
-    def _tell(self, learners: list[str], others: list[str]) -> None:
+    def _tell(self, learners: list[str | None], others: list[str | None]) -> None:
         names = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         spread = Counter(others)
         log.info(
             "learner on %s; workers on %s",
-            ", ".join(names.get(node, node) for node in learners),
+            ", ".join(str(names.get(node, node)) for node in learners),
             ", ".join(f"{names.get(node, node)} × {count}" for node, count in spread.items()),
         )
 
@@ -413,21 +317,11 @@ def _cpu_s_below(process: psutil.Process, without: set[int]) -> float:
     return own + sum(_cpu_s_below(child, without) for child in children)
 
 
-def on_node(node: str) -> dict[str, Any]:
-    """Options of an actor on this very node that reserves nothing."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+def _seat(bundle: Bundle, group: Any, index: int) -> Seat:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    return {
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
-
-
-def _options(bundle: Bundle) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": bundle["CPU"]}
-    if "GPU" in bundle:
-        options["num_gpus"] = bundle["GPU"]
-    return options
+    there = PlacementGroupSchedulingStrategy(group, index)
+    return Seat(options(bundle) | {"scheduling_strategy": there}, group, index)
 
 
 def _find(address: str) -> str:

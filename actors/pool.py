@@ -45,6 +45,8 @@ class RayWorker:
         relays: the weights' way to the worker's node; None where every node sees the same folder.
         sender: handle of learner rank 0, where it sends the weights itself.
         index: of the worker among all.
+        room: waits until the cluster has room for it, and says on which node; None where nobody
+            waits for that.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RayWorker:
         relays: Relays | None = None,
         sender: Any = None,
         index: int = 0,
+        room: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self.name = name
         self._make: Callable[[], Any] = lambda: (
@@ -66,8 +69,22 @@ class RayWorker:
         )
         self._actor: Any = None
         self._relays = relays
+        self._room = room
+        self._home = ""
         self._node = ""
         self._rewound = False
+
+    async def find_room(self) -> bool:
+        """As `WorkerPort.find_room`."""
+        if self._room is None:
+            return False
+        try:
+            before, self._home = self._home, await self._room()
+        except RayError as error:
+            raise WorkerLost(f"nobody knows of its room: {_reason(error)}") from error
+        if self._home != before:
+            log.info("%s has room on node %s", self.name, self._home)
+        return before not in ("", self._home)
 
     async def start(self) -> int:
         """As `WorkerPort.start`.

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from actors.cluster import on_node
+from actors.placement import on_node
 from dapo_async.config import Config, RunConfig
 from dapo_async.model_folder import model_files
 from dapo_async.preflight.cluster import Cluster, NodeKind, this_machine

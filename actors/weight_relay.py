@@ -23,7 +23,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.cluster import Placement, on_node
+from actors.placement import Placement, on_node
 from dapo_async.codec import decode, encode
 from dapo_async.config import Config
 from dapo_async.errors import ConfigError, WorkersLostError

@@ -78,7 +78,8 @@ def check_engine(config: Config) -> None:
 def _read_and_train(
     config: Config, console: Console, guard: SignalGuard, resume: str | None
 ) -> None:
-    from actors.cluster import JoinedRay, LocalRay, check_demand
+    from actors.cluster import JoinedRay, LocalRay
+    from actors.placement import check_demand
 
     local, cpus = config.ray.address == "local", os.cpu_count() or 1
     if local:
@@ -325,12 +326,13 @@ async def _train(
                 tree,
                 sorted(inputs.stop_ids),
                 store,
-                options,
+                seat.options,
+                room=seat.room,
                 relays=relays,
                 sender=sender,
                 index=index,
             )
-            for index, options in enumerate(placement.workers)
+            for index, seat in enumerate(placement.workers)
         ]
         status: Status
 

@@ -258,7 +258,10 @@ class RolloutConfig(Section):
     max_attempts: Count = 5
     """Attempts at one draw (its worker died, its request failed) before its row is set aside."""
     min_workers: Count = 1
-    """With fewer workers left the run ends (exit 4)."""
+    """With fewer workers left, or with room in the cluster for fewer, the run ends (exit 4)."""
+    max_workers: Count | None = None
+    """Workers beyond `workers` that join as soon as the cluster has room, and make it grow where it
+    can (null: none). The run starts without them."""
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     """Ray CPUs a worker reserves."""
     threads_per_worker: Count = 1
@@ -273,10 +276,19 @@ class RolloutConfig(Section):
             raise ValueError(f"`top_k: {self.top_k}` must be -1 (off) or ≥ 1")
         if self.min_workers > self.workers:
             raise ValueError(f"`min_workers: {self.min_workers}` is over `workers: {self.workers}`")
+        if self.workers > self.most_workers:
+            raise ValueError(
+                f"`max_workers: {self.max_workers}` must be ≥ `workers: {self.workers}`"
+            )
         if self.deterministic and self.weight_update != "retract":
             raise ValueError("`deterministic: true` needs `weight_update: retract`")
         self._engine_rules()
         return self
+
+    @property
+    def most_workers(self) -> int:
+        """As many there may be at once."""
+        return self.workers if self.max_workers is None else self.max_workers
 
     def _engine_rules(self) -> None:
         if self.engine == "torch":
@@ -304,7 +316,8 @@ class RolloutConfig(Section):
             self.refuse_ignored(["engine_token_file"], "without `engine_urls`")
             return
         self.refuse_ignored(
-            ["memory_fraction", "engine_args"], "with `engine_urls`: those servers run already"
+            ["memory_fraction", "engine_args", "max_workers"],
+            "with `engine_urls`: those servers run already",
         )
         for url in self.engine_urls:
             if not re.fullmatch(r"https?://[^/?#@]+", url):
@@ -697,7 +710,8 @@ class RayConfig(Section):
     """`local`: a private Ray on this machine, ended with the run. `auto` or `host:port`: a cluster
     that runs already."""
     placement_timeout_s: Positive = 300.0
-    """Longest wait until the cluster has room for all workers and ranks (exit 2)."""
+    """Longest wait until the cluster has room for `rollout.workers` and all ranks (exit 2), and
+    later for `rollout.min_workers`, when nodes were lost (exit 4)."""
     learner_resource: Annotated[str, Field(min_length=1)] | None = None
     """Custom Ray resource of the nodes that learner ranks may be placed on; null: any node."""
     rollout_resource: Annotated[str, Field(min_length=1)] | None = None
@@ -743,6 +757,10 @@ class Config(Section):
     def _rules(self) -> Config:
         _check_groups(self)
         _check_lengths(self)
+        if self.ray.address == "local":
+            self.rollout.refuse_ignored(
+                ["max_workers"], "with `ray.address: local`, where no room is added"
+            )
         _check_weights(self)
         _check_learner(self)
         if self.data.eval is None:
@@ -855,6 +873,9 @@ def _check_weights(config: Config) -> None:
             "`ray.learner_resource` and `ray.rollout_resource` must then be equal; "
             "`relay` spreads it"
         )
+    if config.weights.transport == "shared_memory":
+        one_node = "with `weights.transport: shared_memory`, which keeps all of a run on one node"
+        config.rollout.refuse_ignored(["max_workers"], one_node)
     if config.weights.delay and interval != 1:
         raise ValueError("`weights.delay` needs `weights.broadcast_interval: 1`")
     if config.weights.transport == "nccl":

@@ -77,7 +77,7 @@ def judge(config: Config, cluster: Cluster | None, here: bool) -> list[Finding]:
         cluster: None where it isn't known: placement and what fits are left out.
         here: packages of this machine are those of the run, and its model is on this machine.
     """
-    from actors.cluster import bundles
+    from actors.placement import bundles
 
     # Machines of a cluster may have what this one lacks.
     local = here and config.ray.address == "local"

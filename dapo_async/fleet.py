@@ -47,6 +47,11 @@ class WorkerPort(Protocol):
 
     name: str
 
+    async def find_room(self) -> bool:
+        """Wait until the cluster has room for it, as long as that takes. True: the node where it
+        was is gone, so that its loss was no fault of its own."""
+        ...
+
     async def start(self) -> int:
         """Start, or start anew after a loss; returns the version that the engine proves."""
         ...
@@ -102,8 +107,12 @@ class Worker:
     """It evaluates, so it isn't updated."""
     updating: bool = False
     """An update is under way, so it can't be held."""
+    homeless: bool = False
+    """It waits for room in the cluster."""
     retired: bool = False
     restarts: int = 0
+    moves: int = 0
+    """Restarts after the loss of its node."""
     last_error: str = ""
     in_flight: dict[DrawId, Lease] = field(default_factory=dict[DrawId, Lease])
     to_submit: list[Lease] = field(default_factory=list[Lease])
@@ -111,6 +120,8 @@ class Worker:
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     idle_s: float = 0.0
     idle_since: float | None = None
+    homeless_s: float = 0.0
+    homeless_since: float | None = None
     doing: str = "start"
     """What its current span will be called (`dapo_async.spans`); `idle` may turn out as `wait`."""
     since: float | None = None
@@ -139,10 +150,28 @@ class Fleet:
         self._free: dict[int, list[tuple[int, int]]] = {}
         """version → heap of (groups in flight, worker index); stale entries are skipped."""
         self._holder: dict[DrawId, Worker] = {}
+        self._began = 0.0
 
     @property
     def in_flight(self) -> int:
         return len(self._holder)
+
+    def seeks_room(self, worker: Worker, now: float) -> None:
+        """It can't start until the cluster has room for it."""
+        worker.homeless = True
+        if worker.homeless_since is None:
+            worker.homeless_since = now
+        self._stop_idling(worker, now)
+        self._note(worker, now)
+
+    def found_room(self, worker: Worker, moved: bool, now: float) -> None:
+        """It may start; has it `moved` from a node that is gone?"""
+        assert worker.homeless_since is not None
+        worker.homeless = False
+        worker.homeless_s += now - worker.homeless_since
+        worker.homeless_since = None
+        worker.moves += moved
+        self._note(worker, now)
 
     def prove(self, worker: Worker, version: int, now: float) -> None:
         worker.version = version
@@ -185,9 +214,7 @@ class Fleet:
 
     def take_off(self, worker: Worker, lease: Lease, now: float) -> None:
         """A lease is given to a worker."""
-        if worker.idle_since is not None:
-            worker.idle_s += now - worker.idle_since
-            worker.idle_since = None
+        self._stop_idling(worker, now)
         worker.in_flight[lease.draw.draw_id] = lease
         self._holder[lease.draw.draw_id] = worker
         self._offer(worker)
@@ -207,6 +234,11 @@ class Fleet:
             worker.idle_since = now
         self._offer(worker)
         self._note(worker, now)
+
+    def _stop_idling(self, worker: Worker, now: float) -> None:
+        if worker.idle_since is not None:
+            worker.idle_s += now - worker.idle_since
+            worker.idle_since = None
 
     def abort(self, draw_id: DrawId, now: float) -> None:
         """Take a lease back; its worker is told to stop."""
@@ -250,9 +282,7 @@ class Fleet:
             key=lambda worker: (len(worker.in_flight), worker.index),
         )
         worker.held = True
-        if worker.idle_since is not None:
-            worker.idle_s += now - worker.idle_since
-            worker.idle_since = None
+        self._stop_idling(worker, now)
         self._note(worker, now)
         return worker
 
@@ -264,6 +294,7 @@ class Fleet:
 
     def begin(self, now: float) -> None:
         """The run begins: so do the first spans."""
+        self._began = now
         for worker in self.workers:
             worker.since = now
 
@@ -292,12 +323,22 @@ class Fleet:
             for worker in self.workers
         )
 
+    def housed_s(self, now: float) -> float:
+        """Seconds with room in the cluster since `begin`, summed over the workers."""
+        return len(self.workers) * (now - self._began) - sum(
+            worker.homeless_s
+            + (0.0 if worker.homeless_since is None else now - worker.homeless_since)
+            for worker in self.workers
+        )
+
     def describe(self) -> str:
         """Who does what, for people."""
         parts: list[str] = []
         for worker in self.workers[:16]:
             if worker.retired:
                 state = f"given up ({worker.last_error})"
+            elif worker.homeless:
+                state = "waiting for room in the cluster"
             elif worker.version is None:
                 state = "starting"
             else:
@@ -310,6 +351,8 @@ class Fleet:
 
 
 def _doing(worker: Worker) -> str:
+    if worker.homeless:
+        return "homeless"
     if worker.version is None:
         return "start"
     if worker.updating:

@@ -509,6 +509,10 @@ class Pipeline:
         """Leases of its earlier lives, which may have stored payloads they never told of."""
         while not worker.retired:
             try:
+                await self._find_room(worker)
+                if worker.restarts - worker.moves > self.config.rollout.max_restarts:
+                    self._retire(worker)
+                    break
                 version = await within(
                     self.config.rollout.start_timeout_s,
                     worker.port.start(),
@@ -524,11 +528,28 @@ class Pipeline:
                 )
             except WorkerLost as error:
                 left += self._lose(worker, error)
-            if worker.restarts > self.config.rollout.max_restarts:
-                self._retire(worker)
             await asyncio.sleep(pause)
             pause = min(60.0, 2 * pause)
         await self.learner.discard(left)
+
+    async def _find_room(self, worker: Worker) -> None:
+        """Wait for room in the cluster, as long as enough other workers have some."""
+        self.fleet.seeks_room(worker, self._now())
+        patience = self.config.ray.placement_timeout_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    moved = await worker.port.find_room()
+                    break
+            housed = sum(not (other.homeless or other.retired) for other in self.fleet.workers)
+            if housed < self.config.rollout.min_workers:
+                raise WorkersLostError(
+                    f"the cluster has room for {housed} rollout workers, fewer than "
+                    f"rollout.min_workers: {self.config.rollout.min_workers}, and found none for "
+                    f"{worker.name} within ray.placement_timeout_s: {patience:g} s. "
+                    f"{self.fleet.describe()}"
+                )
+        self.fleet.found_room(worker, moved, self._now())
 
     def _lose(self, worker: Worker, error: WorkerLost) -> list[LeaseId]:
         """Returns the leases it held."""

@@ -28,18 +28,20 @@ class StepStats:
         self.last_step_s = 0.0
         self.elapsed_s = 0.0
         self.fleet_idle_s = 0.0
+        self.fleet_housed_s = 0.0
+        """Seconds that workers had room in the cluster, summed over them."""
         self._started_at = 0.0
         self._step_started_at = 0.0
         self._idle_since: float | None = None
         self._idle_in_step = self._publish_in_step = self._relay_in_step = 0.0
         self._busy_since = self._busy_in_step = 0.0
-        self._fleet_idle_before = 0.0
+        self._fleet_idle_before = self._housed_before = 0.0
         self._updates: list[Updated] = []
         self._judged: list[GroupMeta] = []
         self._kept = 0
         self._reissued_before = 0
         self._filtered_before: Counter[str] = Counter()
-        self._elapsed_earlier = self._fleet_idle_earlier = 0.0
+        self._elapsed_earlier = self._fleet_idle_earlier = self._housed_earlier = 0.0
         """Of the run before it was resumed."""
         self._checkpoint_in_step = 0.0
 
@@ -55,6 +57,7 @@ class StepStats:
             "train_tokens": self.train_tokens,
             "learner_idle_s": self.learner_idle_s,
             "fleet_idle_s": self.fleet_idle_s,
+            "fleet_housed_s": self.fleet_housed_s,
             "elapsed_s": self.elapsed_s,
             "last_step_s": self.last_step_s,
         }
@@ -66,6 +69,7 @@ class StepStats:
         self.train_tokens = int(state["train_tokens"])
         self.learner_idle_s = float(state["learner_idle_s"])
         self.fleet_idle_s = self._fleet_idle_earlier = float(state["fleet_idle_s"])
+        self.fleet_housed_s = self._housed_earlier = float(state["fleet_housed_s"])
         self.elapsed_s = self._elapsed_earlier = float(state["elapsed_s"])
         self.last_step_s = float(state["last_step_s"])
         self._reissued_before = queue.ledger.reissued
@@ -118,7 +122,7 @@ class StepStats:
     ) -> dict[str, float]:
         """All metrics of the step that just ended; see `dapo_async.metrics` for the names."""
         step_s = max(1e-9, now - self._step_started_at)
-        idle_now = fleet.idle_s(now)
+        idle_now, housed_now = fleet.idle_s(now), fleet.housed_s(now)
         metrics = dict(report.metrics)
         metrics |= group_metrics(self._judged).result()
         metrics |= self._filter_metrics(queue)
@@ -149,7 +153,8 @@ class StepStats:
             "perf/update_s": self._busy_in_step,
             "perf/learner_idle_share": min(1.0, self._idle_in_step / step_s),
             "perf/worker_idle_share": min(
-                1.0, (idle_now - self._fleet_idle_before) / (step_s * len(fleet.workers))
+                1.0,
+                (idle_now - self._fleet_idle_before) / max(1e-9, housed_now - self._housed_before),
             ),
             "perf/tokens_per_s": report.trained_tokens / step_s,
         }
@@ -160,12 +165,13 @@ class StepStats:
         self._idle_in_step = self._publish_in_step = self._busy_in_step = 0.0
         self._relay_in_step = self._checkpoint_in_step = 0.0
         self._updates = []
-        self._fleet_idle_before = idle_now
+        self._fleet_idle_before, self._housed_before = idle_now, housed_now
         self._judged = []
         self._kept = 0
         self._reissued_before = ledger.reissued
         self.elapsed_s = self._elapsed_earlier + now - self._started_at
         self.fleet_idle_s = self._fleet_idle_earlier + idle_now
+        self.fleet_housed_s = self._housed_earlier + housed_now
         return metrics
 
     def _filter_metrics(self, queue: ReplayQueue) -> dict[str, float]:

@@ -62,7 +62,7 @@ def summarise(
     stats, reports = pipeline.stats, pipeline.eval_reports
     # A run that ended before its first step has no time of its own.
     run_s = max(1e-9, stats.elapsed_s or wall_s)
-    idle = stats.fleet_idle_s / (run_s * max(1, len(pipeline.fleet.workers)))
+    idle = stats.fleet_idle_s / max(1e-9, stats.fleet_housed_s)
     return {
         "run": config.run.name,
         "exit_reason": reason,
@@ -89,7 +89,12 @@ def summarise(
         "ledger": pipeline.queue.ledger.summary(),
         "weights_published": pipeline.broadcast.count,
         "workers": [
-            {"name": worker.name, "version": worker.version, "restarts": worker.restarts}
+            {
+                "name": worker.name,
+                "version": worker.version,
+                "restarts": worker.restarts,
+                "moves": worker.moves,
+            }
             for worker in pipeline.fleet.workers
         ],
         "worker_restarts": sum(worker.restarts for worker in pipeline.fleet.workers),

@@ -53,6 +53,9 @@ class World:
     straggler_factor: float = 100.0
     crash_rate: float = 0.0
     hang_rate: float = 0.0
+    no_room_rate: float = 0.0
+    """Of starts: the cluster has no room for the worker for up to `no_room_s`."""
+    no_room_s: float = 250.0
     publish_fail_rate: float = 0.0
     eval_every: int = 0
     eval_s: float = 5.0
@@ -155,6 +158,12 @@ class FakeWorker:
         self.tasks: dict[LeaseId, asyncio.Task[None]] = {}
         self.news = asyncio.Event()
         self.alive = False
+
+    async def find_room(self) -> bool:
+        if self.world.no_room_rate and self.random.random() < self.world.no_room_rate:
+            await asyncio.sleep(self.random.uniform(0.0, self.world.no_room_s))
+            return self.starts > 0
+        return False
 
     async def start(self) -> int:
         if self.alive or self.tasks:

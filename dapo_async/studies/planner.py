@@ -79,6 +79,7 @@ class Setting:
                 "tensor_parallel_size": self.tensor_parallel_size,
                 "workers": self.workers,
                 "min_workers": min(config.rollout.min_workers, self.workers),
+                "max_workers": None,
                 "slots": self.slots,
                 # One more than it decodes at once, so that no slot waits for the driver.
                 "max_groups_per_worker": -(-self.slots // group_size) + 1,

@@ -53,6 +53,7 @@ STATES = {
     "wait": ("wait (worker: for weights; learner: for groups)", RED),
     "idle": ("idle (no free slot)", "#D9D9D9"),
     "start": ("no engine", GREY),
+    "homeless": ("no room in the cluster", "#F0F0F0"),
 }
 """What a span is called → its name in legends, its colour."""
 LANES = 40

@@ -106,6 +106,9 @@ class SimulatedWorker:
 
     # ---- life ----------------------------------------------------------------------------------
 
+    async def find_room(self) -> bool:
+        return False
+
     async def start(self) -> int:
         failures = self._world.profile.failures
         await _sleep(failures.worker_start_s)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dapo_async.errors import DivergedError, RunError, StalledError
+from dapo_async.errors import DivergedError, RunError, StalledError, WorkersLostError
 from dapo_async.fleet import Updated, WorkerLost
 from dapo_async.pipeline import Pipeline, UpdateRefusedByWorker, first_cause
 from dapo_async.studies.virtual_time import run
@@ -150,6 +150,58 @@ def test_a_lost_worker_is_killed_at_once_and_not_at_its_restart() -> None:
     outcome = simulate(calm(steps=30), prepare)
     assert alive == [True, False]
     assert outcome.pipeline.fleet.workers[0].restarts == 1
+
+
+def rooms(worker: FakeWorker, *seconds: float) -> None:
+    """How long its first starts wait for room; every later start is at home again."""
+    waits = list(seconds)
+    there: list[float] = []
+
+    async def find_room() -> bool:  # it may be called again before there is room
+        now = asyncio.get_running_loop().time()
+        if not there:
+            there.append(now + (waits.pop(0) if waits else 0.0))
+        await asyncio.sleep(there[0] - now)
+        there.clear()
+        return worker.starts > 0
+
+    worker.find_room = find_room  # type: ignore[method-assign]
+
+
+def test_a_run_starts_without_the_worker_that_has_no_room_which_joins_later() -> None:
+    """Also long after any deadline: the cluster may take hours to grow."""
+    outcome = simulate(calm(steps=500, train_s=5.0), lambda p: rooms(port(p, 1), 1000.0))
+    early, late = outcome.pipeline.fleet.workers
+    assert (early.restarts, late.restarts, late.moves) == (0, 0, 0)
+    assert late.version == 500 and outcome.workers[1].starts == 1
+    assert late.homeless_s == 1000.0
+    first, *_, last = [row["perf/worker_idle_share"] for row in outcome.recorder.metrics]
+    assert 0 <= first < 1 and 0 <= last <= 1
+    ended = outcome.pipeline.stats
+    assert ended.fleet_housed_s == pytest.approx(2 * ended.elapsed_s - 1000.0)
+
+
+def test_a_worker_whose_node_is_lost_is_not_given_up_for_that() -> None:
+    def prepare(pipeline: Pipeline) -> None:
+        lose_at(port(pipeline), 10.0)
+        rooms(port(pipeline), 0.0, 400.0)
+
+    outcome = simulate(calm(steps=500, overrides={"rollout.max_restarts": 0}), prepare)
+    moved = outcome.pipeline.fleet.workers[0]
+    assert (moved.restarts, moved.moves, moved.retired) == (1, 1, False)
+    assert moved.version == 500
+
+
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_with_room_for_too_few_workers_the_run_ends_in_time_and_says_so(fewest: int) -> None:
+    def prepare(pipeline: Pipeline) -> None:
+        for worker in pipeline.fleet.workers[fewest - 1 :]:
+            rooms(worker.port, 1e9)  # type: ignore[arg-type]
+
+    world = calm(steps=10**6, overrides={"rollout.min_workers": fewest})
+    with pytest.raises(WorkersLostError, match=f"room for {fewest - 1} rollout workers") as ended:
+        simulate(world, prepare)
+    assert "worker1: waiting for room in the cluster" in str(ended.value)
 
 
 def test_a_worker_given_up_is_dead_and_what_it_stored_is_released() -> None:

@@ -22,7 +22,7 @@ from dapo_async.studies.virtual_time import Deadlock, run
 from tests.fakes import Outcome, World, run_world
 
 TROUBLES = (
-    "none", "crash", "hang", "publish", "B", "rebound", "eval", "oversample", "delay", "all"
+    "none", "crash", "room", "hang", "publish", "B", "rebound", "eval", "oversample", "delay", "all"
 )  # fmt: skip
 
 
@@ -57,7 +57,8 @@ def make_world(seed: int, eta: int, trouble: str, steps: int) -> World:
         filter_rate=dice.choice([0.0, 0.3, 0.8]),
         straggler_rate=dice.choice([0.0, 0.05, 0.3]),
         straggler_factor=100.0,
-        crash_rate=0.05 if on("crash") else 0.0,
+        crash_rate=0.05 if on("crash") or on("room") else 0.0,
+        no_room_rate=0.5 if on("room") else 0.0,
         hang_rate=0.05 if on("hang") else 0.0,
         publish_fail_rate=0.5 if on("publish") or trouble == "delay" else 0.0,
         eval_every=dice.randint(1, 3) if on("eval") else 0,

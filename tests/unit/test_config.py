@@ -77,6 +77,23 @@ def test_the_minimal_config_has_the_papers_defaults() -> None:
         ({"rollout__temperature": 0.0}, ["temperature", "0", "≥"]),
         ({"rollout__top_k": 0}, ["top_k", "0", "-1"]),
         ({"rollout__min_workers": 2}, ["min_workers", "workers"]),
+        ({"rollout__max_workers": 9}, ["max_workers: 9", "ray.address: local"]),
+        (
+            {"rollout__max_workers": 9, "ray__address": "auto"},
+            ["max_workers: 9", "weights.transport: shared_memory"],
+        ),
+        (
+            {"rollout__max_workers": 1, "rollout__workers": 2},
+            ["max_workers: 1", "workers: 2"],
+        ),
+        (
+            {
+                "rollout__max_workers": 2,
+                "rollout__engine": "sglang",
+                "rollout__engine_urls": ["http://a:1"],
+            },
+            ["max_workers: 2", "engine_urls"],
+        ),
         ({"replay__max_staleness": -1}, ["replay.max_staleness", "-1"]),
         ({"replay__depth": 9.0}, ["depth", "9", "max_staleness + 1"]),
         ({"weights__broadcast_interval": 9}, ["broadcast_interval", "9", "max_staleness"]),

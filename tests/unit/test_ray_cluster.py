@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from actors.cluster import JoinedRay, bundles, check_demand, marked_bundles
+from actors.cluster import JoinedRay
+from actors.placement import bundles, check_demand, marked_bundles
 from dapo_async.config import Config, validate
 from dapo_async.errors import ConfigError
 

@@ -17,7 +17,7 @@ import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors import weight_relay
-from actors.cluster import Placement
+from actors.placement import Placement, Seat
 from actors.weight_relay import RelayFailed, Relays, WeightRelay, WeightSource, open_weights
 from dapo_async.codec import decode, encode
 from dapo_async.config import validate
@@ -420,7 +420,7 @@ def test_a_relay_is_told_what_its_workers_are_loading(relays: Callable[..., Rela
 
 @pytest.fixture
 def alone() -> Iterator[Placement]:
-    yield Placement(ranks=[{}], workers=[{}], beside_learner={}, learner_node=None)
+    yield Placement(ranks=[{}], workers=[Seat({})], beside_learner={}, learner_node=None)
 
 
 def config(**weights: Any) -> Any:

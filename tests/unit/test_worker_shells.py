@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -388,16 +388,36 @@ class FakeRay:
 
 
 @pytest.fixture
-def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], pool.RayWorker]:
-    def made(ray: FakeRay) -> pool.RayWorker:
+def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., pool.RayWorker]:
+    def made(ray: FakeRay, room: Callable[[], Awaitable[str]] | None = None) -> pool.RayWorker:
         monkeypatch.setattr(pool, "ray", ray)
-        return pool.RayWorker("w0", {}, [], None, {})
+        return pool.RayWorker("w0", {}, [], None, {}, room=room)
 
     return made
 
 
+def test_a_worker_has_moved_only_when_its_room_is_on_another_node(
+    ray_worker: Callable[..., pool.RayWorker],
+) -> None:
+    nodes = ["a", "a", "b", "b"]
+
+    async def room() -> str:
+        if not nodes:
+            raise RayError("the head is gone")
+        return nodes.pop(0)
+
+    async def main() -> None:
+        worker = ray_worker(FakeRay(), room)
+        assert [await worker.find_room() for _ in range(4)] == [False, False, True, False]
+        with pytest.raises(WorkerLost, match="the head is gone"):
+            await worker.find_room()
+        assert not await ray_worker(FakeRay()).find_room(), "one machine has room for all"
+
+    asyncio.run(main())
+
+
 def test_how_long_results_may_be_held_back_reaches_the_actor(
-    ray_worker: Callable[[FakeRay], pool.RayWorker],
+    ray_worker: Callable[..., pool.RayWorker],
 ) -> None:
     async def main() -> None:
         ray = FakeRay(start=0, collect=[])
@@ -410,7 +430,7 @@ def test_how_long_results_may_be_held_back_reaches_the_actor(
 
 
 def test_killing_a_worker_ends_its_actor_once_and_later_calls_find_none(
-    ray_worker: Callable[[FakeRay], pool.RayWorker],
+    ray_worker: Callable[..., pool.RayWorker],
 ) -> None:
     async def main() -> None:
         ray = FakeRay(start=0, collect=[])
@@ -430,7 +450,7 @@ def test_killing_a_worker_ends_its_actor_once_and_later_calls_find_none(
 
 
 def test_a_timeout_within_the_actor_is_a_lost_worker(
-    ray_worker: Callable[[FakeRay], pool.RayWorker],
+    ray_worker: Callable[..., pool.RayWorker],
 ) -> None:
     worker = ray_worker(FakeRay(start=task_error(TimeoutError("reading took too long"))))
     with pytest.raises(WorkerLost):
@@ -438,7 +458,7 @@ def test_a_timeout_within_the_actor_is_a_lost_worker(
 
 
 def test_a_config_that_the_worker_refuses_ends_the_run_with_exit_code_2(
-    ray_worker: Callable[[FakeRay], pool.RayWorker],
+    ray_worker: Callable[..., pool.RayWorker],
 ) -> None:
     worker = ray_worker(FakeRay(start=task_error(ConfigError("`model.path` can't be served"))))
     with pytest.raises(ConfigError, match=r"model\.path") as caught:
@@ -447,7 +467,7 @@ def test_a_config_that_the_worker_refuses_ends_the_run_with_exit_code_2(
 
 
 def test_a_worker_that_sends_malformed_frames_is_lost(
-    ray_worker: Callable[[FakeRay], pool.RayWorker],
+    ray_worker: Callable[..., pool.RayWorker],
 ) -> None:
     async def main() -> None:
         worker = ray_worker(FakeRay(start=0, collect=[b"\xc1"], evaluate=b"\xc1"))
