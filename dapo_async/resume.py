@@ -31,7 +31,8 @@ MAY_CHANGE = (
     "rollout.context_length", "rollout.engine_args", "rollout.engine_urls",
     "rollout.engine_token_file", "rollout.weight_update", "rollout.group_timeout",
     "rollout.start_timeout_s", "rollout.max_restarts", "rollout.max_attempts",
-    "rollout.min_workers", "rollout.max_workers", "rollout.cpus_per_worker", "rollout.threads_per_worker",
+    "rollout.min_workers", "rollout.max_workers", "rollout.cpus_per_worker",
+    "rollout.threads_per_worker",
     "reward.processes", "reward.timeout_s", "reward.max_failure_share",
     # how the same step is computed
     "learner.ranks", "learner.zero_stage", "learner.sequence_parallel_size", "learner.offload",

@@ -3,9 +3,9 @@
 The driver writes them from what it knows anyway, in the event loop's time: the states of every
 worker, what the learner did, and one span per answered group with the numbers of its responses.
 
-- A worker is in one state at a time: `homeless` (the cluster has no room for it), `start` (no engine: starting, restarting, given up),
-  `generate`, `evaluate`, `update`, `wait` (nothing to do until newer weights) or `idle` (nothing to
-  do until a slot is free).
+- A worker is in one state at a time: `homeless` (the cluster has no room for it), `start` (no
+  engine: starting, restarting, given up), `generate`, `evaluate`, `update`, `wait` (nothing to do
+  until newer weights) or `idle` (nothing to do until a slot is free).
 - Beside the states, a worker has a `group` for every group that it answered; see `group_span`.
 - The learner does `train`, `publish` and `checkpoint`; between them it waits for groups. `saved`,
   of no duration, is the state that a checkpoint of `version` holds.

@@ -1,6 +1,6 @@
 """Whether all bundles find room, node by node and not only in total.
 
-The rules are those of `actors.placement` and `actors.cluster`: the learner ranks share `learner.nodes` nodes evenly; with
+The rules are those of `actors.cluster`: the learner ranks share `learner.nodes` nodes evenly; with
 `weights.transport: shared_memory` the workers are there, too; else each worker goes to any node.
 """
 
