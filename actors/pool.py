@@ -73,6 +73,13 @@ class RayWorker:
         self._home = ""
         self._node = ""
         self._rewound = False
+        self._begun: Any = None
+        """The answer of its first start, which began before anybody waited for it."""
+
+    def begin(self) -> None:
+        """Let the first start go on while others start; `start` waits for what becomes of it."""
+        self._actor = self._make()
+        self._begun = self._actor.start.remote()
 
     async def find_room(self) -> bool:
         """As `WorkerPort.find_room`."""
@@ -95,9 +102,11 @@ class RayWorker:
         if self._rewound and self._actor is not None:
             self._rewound = False
             return 0  # whatever it has must be replaced before it generates
-        self.kill()
-        self._actor = self._make()
-        version = _version(await self._call(self._live.start.remote()))
+        if self._begun is None:
+            self.kill()
+            self.begin()
+        begun, self._begun = self._begun, None
+        version = _version(await self._call(begun))
         if self._relays is not None:  # an earlier life may have been on another node
             node = self._live.__ray_call__.remote(_node_id)
             self._node = await self._call(node, CALL_TIMEOUT_S)
@@ -170,7 +179,7 @@ class RayWorker:
 
     def kill(self) -> None:
         """End the actor at once, whatever it is doing; nothing to do when there is none."""
-        actor, self._actor, self._rewound = self._actor, None, False
+        actor, self._actor, self._rewound, self._begun = self._actor, None, False, None
         if actor is not None:
             ray.kill(actor)
 

@@ -386,6 +386,8 @@ async def _train(
         # The prompts live as long as the run: the garbage collector need not look at them again.
         gc.freeze()
         try:
+            for worker in workers[: config.rollout.workers]:
+                worker.begin()  # beside the learner: both take their time
             await guard.run(parts.start_and_run())
             reason = "done"
         except RunError as error:

@@ -15,7 +15,7 @@ from dapo_async import faults
 from dapo_async.config import WeightsConfig
 from dapo_async.errors import StalledError
 from dapo_async.types import WeightVersion
-from dapo_async.waiting import within
+from dapo_async.waiting import News, within
 
 log = logging.getLogger("dapo_async")
 PUBLISH_RETRY_S = 1.0
@@ -61,8 +61,8 @@ class Broadcast:
         """The newest version that workers can load; version 0 is the model they start from."""
         self.count = 0
         """Versions published so far."""
-        self.news = asyncio.Condition()
-        """Notified when a version is published (and by the pipeline when a worker may be updated
+        self.news = News()
+        """Told when a version is published (and by the pipeline when a worker may be updated
         again)."""
         self._config = config
         self._learner = learner
@@ -137,8 +137,7 @@ class Broadcast:
         for old in [v for v in self._manifests if v < oldest]:
             del self._manifests[old]
         self._on_published()
-        async with self.news:
-            self.news.notify_all()
+        self.news.tell()
 
     async def _failed(self, version: int, error: PublishFailed) -> None:
         log.warning("publishing version %d failed (%s); it is tried again", version, error)

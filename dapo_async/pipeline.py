@@ -63,7 +63,7 @@ from dapo_async.types import (
     Prompt,
     StepReport,
 )
-from dapo_async.waiting import first_cause, until_one_fails, within
+from dapo_async.waiting import News, first_cause, until_one_fails, within
 
 log = logging.getLogger("dapo_async")
 EVAL_RETRY_S = 1.0
@@ -202,8 +202,8 @@ class Pipeline:
         # Signals: set by whoever changes something, cleared by the one loop that looks.
         self._room = asyncio.Event()
         self._groups_changed = asyncio.Event()
-        self._holdable = asyncio.Condition()
-        """Notified when a worker may have become one that an evaluation can hold: not `news`, which
+        self._holdable = News()
+        """Told when a worker may have become one that an evaluation can hold: not `news`, which
         would wake every worker whenever one of them is updated."""
         self._last_progress = 0.0
         self._update_turns = asyncio.Semaphore(max(1, len(workers) - 1))
@@ -522,7 +522,7 @@ class Pipeline:
                 if left:
                     await self.learner.discard(left)
                     left = []
-                await self._proven(worker, version)
+                self._proven(worker, version)
                 await until_one_fails(
                     self._send(worker), self._collect(worker), self._update(worker)
                 )
@@ -614,8 +614,7 @@ class Pipeline:
 
     async def _update(self, worker: Worker) -> None:
         while True:
-            async with self.broadcast.news:
-                await self.broadcast.news.wait_for(lambda: self._update_wanted(worker))
+            await self.broadcast.news.until(lambda: self._update_wanted(worker))
             await self._prepare(worker)
             async with self._update_turns:
                 if not self._update_wanted(worker):
@@ -637,13 +636,13 @@ class Pipeline:
                 finally:
                     self.fleet.update_ends(worker, self._now())
             if updated is None:
-                await self._tell_evaluation()
+                self._holdable.tell()
                 await self._newer_target(target, UPDATE_RETRY_S)
                 continue
             if updated.version < target:
                 raise WorkerLost(f"updated to {target} but proves only version {updated.version}")
             self.stats.updated(updated)
-            await self._proven(worker, updated.version)
+            self._proven(worker, updated.version)
 
     async def _prepare(self, worker: Worker) -> None:
         """Bring the weights near before the worker's turn: nobody pauses for their way."""
@@ -664,18 +663,14 @@ class Pipeline:
     async def _newer_target(self, target: int, seconds: float) -> None:
         """Wait until there is a newer version to serve than `target`, but only for so long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self.broadcast.news:
-                await self.broadcast.news.wait_for(lambda: self._target_version() > target)
+            async with asyncio.timeout(seconds):
+                await self.broadcast.news.until(lambda: self._target_version() > target)
 
-    async def _proven(self, worker: Worker, version: int) -> None:
+    def _proven(self, worker: Worker, version: int) -> None:
         self.fleet.prove(worker, version, self._now())
         self._progress()
         self._room.set()
-        await self._tell_evaluation()
-
-    async def _tell_evaluation(self) -> None:
-        async with self._holdable:
-            self._holdable.notify_all()
+        self._holdable.tell()
 
     # ---- dispatch ------------------------------------------------------------------------------
 
@@ -818,9 +813,8 @@ class Pipeline:
         with an error in the log, after `rollout.max_attempts` lost workers."""
         attempts = self.config.rollout.max_attempts
         for attempt in range(1, attempts + 1):
-            async with self._holdable:
-                await self._holdable.wait_for(lambda: self.fleet.can_hold(wanted))
-                worker = self.fleet.hold(wanted, self._now())
+            await self._holdable.until(lambda: self.fleet.can_hold(wanted))
+            worker = self.fleet.hold(wanted, self._now())
             self._progress()
             try:
                 outcomes = await within(
@@ -842,9 +836,8 @@ class Pipeline:
                 return
             finally:
                 self.fleet.release(worker, self._now())
-                async with self.broadcast.news:  # it may be updated again
-                    self.broadcast.news.notify_all()
-                await self._tell_evaluation()
+                self.broadcast.news.tell()  # it may be updated again
+                self._holdable.tell()
             await asyncio.sleep(EVAL_RETRY_S)
         log.error("the evaluation at version %d is given up: no worker finished it", wanted)
 

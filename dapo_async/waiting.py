@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 from dapo_async.errors import RunError
@@ -19,6 +19,27 @@ async def within(seconds: float, work: Awaitable[T], error: type[Exception], wha
             return await work
     except TimeoutError:
         raise error(f"{what} took more than {seconds:g} s") from None
+
+
+class News:
+    """Tells everybody who waits for it that something has changed, so that they look again.
+
+    An `asyncio.Condition` without its lock, which loops that change and look without awaiting
+    between don't need; ten thousand of them would queue for it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def tell(self) -> None:
+        """Whoever waits now looks again, in the order in which they came."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until this holds, looking whenever somebody tells; at once if it does already."""
+        while not holds():
+            await self._changed.wait()
 
 
 async def until_one_fails(*loops: Coroutine[Any, Any, None]) -> NoReturn:

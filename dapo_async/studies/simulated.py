@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from dapo_async import dapo
@@ -102,7 +103,8 @@ class SimulatedWorker:
         self._leases: dict[LeaseId, tuple[Lease, Answers]] = {}
         self._results: list[GroupMeta | LeaseFailure] = []
         self._news = asyncio.Event()
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._numbers = count()
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class SimulatedWorker:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         self._leases.clear()
@@ -138,12 +140,14 @@ class SimulatedWorker:
         return self._engine
 
     def _after(self, seconds: float, call: Any, *args: Any) -> None:
-        def run() -> None:
-            self._timers.discard(timer)
-            call(*args)
+        # By number: a callback that knew its own timer would be garbage that nobody collects.
+        number = next(self._numbers)
+        loop = asyncio.get_running_loop()
+        self._timers[number] = loop.call_later(seconds, self._run, number, call, args)
 
-        timer = asyncio.get_running_loop().call_later(seconds, run)
-        self._timers.add(timer)
+    def _run(self, number: int, call: Any, args: tuple[Any, ...]) -> None:
+        del self._timers[number]
+        call(*args)
 
     # ---- groups --------------------------------------------------------------------------------
 

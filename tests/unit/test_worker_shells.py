@@ -377,7 +377,9 @@ class FakeRay:
         return SimpleNamespace(
             **{
                 name: SimpleNamespace(
-                    remote=lambda *args, name=name, value=value: answer(name, args, value)
+                    remote=lambda *args, name=name, value=value: asyncio.ensure_future(
+                        answer(name, args, value)
+                    )
                 )
                 for name, value in self.answers.items()
             }
@@ -425,6 +427,24 @@ def test_how_long_results_may_be_held_back_reaches_the_actor(
         await worker.start()
         await worker.collect(0.25)
         assert ("collect", 0.25) in ray.called
+
+    asyncio.run(main())
+
+
+def test_a_start_that_began_early_is_waited_for_and_the_next_one_is_new(
+    ray_worker: Callable[..., pool.RayWorker],
+) -> None:
+    async def main() -> None:
+        ray = FakeRay(start=7, collect=[])
+        worker = ray_worker(ray)
+        worker.begin()
+        assert await worker.start() == 7
+        assert len(ray.called) == 1 and ray.killed == []
+        assert await worker.start() == 7
+        assert len(ray.called) == 2 and len(ray.killed) == 1
+        worker.begin()
+        worker.kill()
+        assert await worker.start() == 7 and len(ray.killed) == 2
 
     asyncio.run(main())
 
