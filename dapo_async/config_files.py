@@ -17,12 +17,13 @@ from dapo_async.errors import ConfigError
 Tree = dict[str, Any]
 
 
-def read_tree(path: Path, heirs: tuple[Path, ...] = ()) -> Tree:
+def read_tree(path: Path, heirs: tuple[Path, ...] = (), what: str = "config file") -> Tree:
     """The sections of a YAML file, laid over those of its `base`, if it names one. A base may name
     a base, too; each path is relative to the file that names it.
 
     Args:
         heirs: the files that led here by their `base`, the first one first.
+        what: kind of file, for messages.
 
     Raises:
         ConfigError: unreadable file, not a mapping, or bases that go in a circle.
@@ -30,10 +31,10 @@ def read_tree(path: Path, heirs: tuple[Path, ...] = ()) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        what = f"the base {path.resolve()} of {heirs[-1]}" if heirs else f"the config file {path}"
-        raise ConfigError(f"cannot read {what}: {error.strerror}") from None
+        named = f"the base {path.resolve()} of {heirs[-1]}" if heirs else f"the {what} {path}"
+        raise ConfigError(f"cannot read {named}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"the config file {path} is not UTF-8 text") from None
+        raise ConfigError(f"the {what} {path} is not UTF-8 text") from None
     try:
         tree: object = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -49,7 +50,7 @@ def read_tree(path: Path, heirs: tuple[Path, ...] = ()) -> Tree:
     if below.resolve() in [file.resolve() for file in line]:
         circle = " → ".join(map(str, (*line, below)))
         raise ConfigError(f"`base` goes in a circle: {circle}")
-    return _merge(read_tree(below, line), tree)
+    return _merge(read_tree(below, line, what), tree)
 
 
 def _is_tree(value: object) -> TypeGuard[Tree]:

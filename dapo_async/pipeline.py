@@ -620,7 +620,8 @@ class Pipeline:
                 if not self._update_wanted(worker):
                     continue
                 target = self._target_version()
-                waited = worker.version is not None and self.queue.needs_newer(worker.version)
+                assert worker.version is not None
+                waited = not worker.in_flight and self.queue.needs_newer(worker.version)
                 self.fleet.update_begins(worker, self._now(), waited)
                 faults.reach("mid_broadcast")
                 try:

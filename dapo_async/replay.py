@@ -217,10 +217,12 @@ class ReplayQueue:
         return self._first_violation(step, due, slack) is None
 
     def _first_violation(self, step: int, due: Mapping[int, int], slack: float = 1.0) -> int | None:
-        total = 0
+        total = capacity = 0
         for deadline in sorted(due):
             total += due[deadline]
-            if total > math.floor(slack * self.capacity(step, deadline) + 1e-9):
+            capacity += self.capacity(step, deadline)
+            step = max(step, deadline + 1)  # from where the next one goes on
+            if total > math.floor(slack * capacity + 1e-9):
                 return deadline
         return None
 

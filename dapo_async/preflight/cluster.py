@@ -2,12 +2,14 @@
 
 A shape in words is kinds of nodes joined by `+`, each
 
-    [COUNT x] GPUS x GPU-MEMORYG [: MEMORYG] [: CPUSc]     4x8xH100-80G:1800G:192c
-                                                           8xH200-141G + 2x8xL40S-48G
-    [COUNT x] cpu [: MEMORYG] [: CPUSc]                    cpu:24G:2c
+    [COUNT x] GPUS x GPU-MEMORYG [: MEMORYG] [: CPUSc] [@MARK …]     4x8xH100-80G:1800G:192c
+                                                                     8xH200-141G + 2x8xL40S-48G
+    [COUNT x] cpu [: MEMORYG] [: CPUSc] [@MARK …]                    cpu:24G:2c@learner_node
 
-where G is 10⁹ bytes. What isn't said isn't judged. A YAML file has the same and more under `nodes`,
-see `NodeKind`.
+where G is 10⁹ bytes. What isn't said isn't judged. A mark is a custom resource that the nodes offer
+to Ray (`ray.learner_resource`, `ray.rollout_resource`): a shape without any says nothing about them,
+and in one with a mark a kind without one offers none. A YAML file has the same and more under
+`nodes`, see `NodeKind`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +26,7 @@ import psutil
 from pydantic import Field, ValidationError
 
 from dapo_async.config import Count, Positive, RunConfig, Section, gpus
-from dapo_async.config_files import problems, read_tree
+from dapo_async.config_files import Tree, problems, read_tree
 from dapo_async.errors import ConfigError
 
 SHM_SHARE = 0.5
@@ -31,9 +34,19 @@ SHM_SHARE = 0.5
 NVIDIA_SMI_S = 5.0
 """Longest wait for the names and sizes of this machine's GPUs."""
 _UNLIMITED = 1 << 60
-_GPU_KIND = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][A-Za-z0-9_]*)-(\d+(?:\.\d+)?)G(.*)")
-_CPU_KIND = re.compile(r"(?:(\d+)x)?cpu(.*)")
-_SYNTAX = "[COUNTx]GPUSxNAME-MEMORYG[:MEMORYG][:CPUSc], kinds joined by +, as 4x8xH100-80G:1800G"
+_COUNT = r"(?:(\d+)x)?"
+_GPU_KIND = re.compile(_COUNT + r"(\d+)x([A-Za-z][A-Za-z0-9_]*)-(\d+(?:\.\d+)?)G(.*)")
+_CPU_KIND = re.compile(_COUNT + r"cpu(.*)")
+_SYNTAX = (
+    "[COUNTx]GPUSxNAME-MEMORYG[:MEMORYG][:CPUSc][@MARK], kinds joined by +, as 4x8xH100-80G:1800G "
+    "or 8xH100-80G:2000G:192c@learner_node"
+)
+_LIKELY = (
+    (re.compile(r"(\d+(?:\.\d+)?)(?:[kMGT]i?B|[gG]i?b|g|T)\b"), "memory is written 80G, not `{}`"),
+    (re.compile(_COUNT + r"\d+x[A-Za-z][A-Za-z0-9_]*(?![-\w])"), "`{}` lacks the GPU's memory: -80G"),
+    (re.compile(r"@(?=@|$)"), "a mark is missing behind `{}`"),
+)
+"""What people write instead, and what to say about it."""
 
 
 class NodeKind(Section):
@@ -55,6 +68,9 @@ class NodeKind(Section):
     """Free in /dev/shm; null: half of the machine's memory."""
     disk_gb: Positive | None = None
     """Free where `run.dir` is; null: not judged."""
+    marks: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Custom resources that each offers to Ray; null: not known where no kind has any, else none.
+    """
 
     @property
     def shm_bytes(self) -> float | None:
@@ -68,7 +84,8 @@ class NodeKind(Section):
         memory = "" if self.gpu_memory_gb is None else f"-{self.gpu_memory_gb:g}G"
         what = f"{self.gpus}x{self.gpu or 'GPU'}{memory}" if self.gpus else "cpu"
         what += "" if self.memory_gb is None else f":{self.memory_gb:.4g}G"
-        return what + ("" if self.cpus is None else f":{self.cpus:g}c")
+        what += "" if self.cpus is None else f":{self.cpus:g}c"
+        return what + "".join(f"@{mark}" for mark in self.marks or ())
 
 
 class Cluster(Section):
@@ -84,9 +101,25 @@ class Cluster(Section):
 
     @property
     def name(self) -> str:
-        return " + ".join(
-            (f"{kind.count}x" if kind.count > 1 else "") + kind.name for kind in self.nodes
-        )
+        return shape_text(self.nodes)
+
+    @property
+    def marked(self) -> bool:
+        """Marks are known; else any node may offer any."""
+        return any(kind.marks is not None for kind in self.nodes)
+
+    def offers(self, kind: NodeKind, mark: str | None) -> bool:
+        """Whether what asks for `mark` may be placed on such a node; None: what asks for none."""
+        return mark is None or not self.marked or mark in (kind.marks or ())
+
+    def offering(self, mark: str | None) -> list[NodeKind]:
+        """The kinds that `offers` is true of."""
+        return [kind for kind in self.nodes if self.offers(kind, mark)]
+
+
+def shape_text(kinds: Iterable[NodeKind]) -> str:
+    """As in a shape in words."""
+    return " + ".join((f"{kind.count}x" if kind.count > 1 else "") + kind.name for kind in kinds)
 
 
 def read_cluster(text: str) -> Cluster:
@@ -96,18 +129,33 @@ def read_cluster(text: str) -> Cluster:
         ConfigError: neither; says what a shape looks like.
     """
     if text.endswith((".yaml", ".yml")):
+        tree = read_tree(Path(text), what="cluster file")
+        _refuse_other_files(text, tree)
         try:
-            return Cluster.model_validate(read_tree(Path(text)))
+            return Cluster.model_validate(tree)
         except ValidationError as error:
-            lines = [f"the cluster {text} is refused:", *problems(error)]
+            lines = [f"the cluster {text} is refused:", *problems(error, Cluster)]
             raise ConfigError("\n".join(lines)) from None
     parts = re.sub(r"\s", "", text).split("+")
     return Cluster(nodes=[_kind(part, text) for part in parts])
 
 
+def _refuse_other_files(path: str, tree: Tree) -> None:
+    """Files for somebody else, by the sections that they must have."""
+    takes = f"`--cluster` takes a shape like 8xH100-80G:1000G, or a YAML file with `nodes:`; {path}"
+    if {"provider", "available_node_types", "items"} & set(tree):
+        raise ConfigError(
+            f"{takes} is a file for scripts/launch, which asks the doctor by itself: "
+            f"scripts/launch {path} CONFIG --dry-run"
+        )
+    if {"model", "trainer", "rollout"} & set(tree):
+        raise ConfigError(f"{takes} looks like the config of a run")
+
+
 def _kind(part: str, text: str) -> NodeKind:
-    found = _GPU_KIND.fullmatch(part)
-    plain = _CPU_KIND.fullmatch(part)
+    machine, *marks = part.split("@")
+    found = _GPU_KIND.fullmatch(machine)
+    plain = _CPU_KIND.fullmatch(machine)
     tree: dict[str, object] = {}
     rest = ""
     if found is not None:
@@ -118,16 +166,20 @@ def _kind(part: str, text: str) -> NodeKind:
         count, rest = plain.groups()
         tree["count"] = int(count or 1)
     extras = re.fullmatch(r"(?::(\d+(?:\.\d+)?)G)?(?::(\d+(?:\.\d+)?)c)?", rest)
-    if not tree or extras is None:
-        raise ConfigError(f"`--cluster {text}` must look like {_SYNTAX}, or be a YAML file")
+    if not tree or extras is None or not all(marks):
+        said = [words.format(wrong[0]) for form, words in _LIKELY if (wrong := form.search(part))]
+        why = f": {said[0]}. It" if said else ""
+        raise ConfigError(f"`--cluster {text}`{why} must look like {_SYNTAX}, or be a YAML file")
     if extras[1]:
         tree["memory_gb"] = float(extras[1])
     if extras[2]:
         tree["cpus"] = float(extras[2])
+    if marks:
+        tree["marks"] = marks
     try:
         return NodeKind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join([f"`--cluster {text}`:", *problems(error)])) from None
+        raise ConfigError("\n".join([f"`--cluster {text}`:", *problems(error, NodeKind)])) from None
 
 
 # ---- this machine ------------------------------------------------------------------------------

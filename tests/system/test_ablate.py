@@ -13,7 +13,7 @@ import yaml
 from tests.system.conftest import tiny_run
 from tests.system.test_commands import Command
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 
 
 def study(tiny: Path, folder: Path) -> Path:

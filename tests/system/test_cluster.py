@@ -20,7 +20,7 @@ from dapo_async.metrics import read_jsonl
 from tests.system.conftest import tiny_run
 from tests.system.test_commands import ROOT, Command, write
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 STEPS = 60
 NEAR = 3
 """A worker that is kept up to date is at most so many versions behind at the end of a run."""

@@ -17,7 +17,7 @@ from tests.system.conftest import last_step, tiny_run
 from tests.system.test_cluster import until
 from tests.system.test_commands import Command, write
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 RUN_S = 600.0
 STEPS = 40
 

@@ -16,7 +16,7 @@ from dapo_async.metrics import read_jsonl
 from tests.system.conftest import tiny_run
 from tests.system.test_commands import Command, running, write
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 STEPS = 12
 DRIVER, RANK_OR_WORKER = -signal.SIGKILL, 4
 """How the command ends when this process of it is killed."""

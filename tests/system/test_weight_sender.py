@@ -36,7 +36,7 @@ from tests.system.conftest import last_step, tiny_run
 from tests.system.test_commands import Command, write
 from tests.system.test_sglang_run import servers
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 T = TypeVar("T")
 VOCABULARY, CONTEXT = 32, 1024
 PROMPT = (5, 9, 5, 3, 11)
