@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -99,14 +99,33 @@ def survey(config: Config) -> tuple[Cluster | None, list[Finding]]:
     finally:
         for probe in probes:
             ray.kill(probe)
-    machines = [_as_ray_counts(fact, node) for fact, node in zip(facts, nodes, strict=True)]
+    asked_of = (config.ray.learner_resource, config.ray.rollout_resource)
+    marks = sorted({mark for mark in asked_of if mark})
+    machines = [
+        as_ray_counts(fact["node"], node["Resources"], marks)
+        for fact, node in zip(facts, nodes, strict=True)
+    ]
     return Cluster(nodes=machines), [network(names, failed), *differences(names, facts)]
 
 
-def _as_ray_counts(fact: dict[str, Any], node: dict[str, Any]) -> NodeKind:
-    there = node["Resources"]
-    changes = {"gpus": int(there.get("GPU", 0)), "cpus": max(1e-9, float(there.get("CPU", 0)))}
-    return NodeKind.model_validate(fact["node"] | changes)
+def as_ray_counts(
+    machine: dict[str, Any], offered: Mapping[str, float], marks: Sequence[str]
+) -> NodeKind:
+    """A machine with what Ray hands out of it.
+
+    Args:
+        machine: fields of a NodeKind.
+        offered: the node's resources, as Ray tells them.
+        marks: the custom ones that somebody asks for; of all others a node has many of its own.
+    """
+    return NodeKind.model_validate(
+        machine
+        | {
+            "gpus": int(offered.get("GPU", 0)),
+            "cpus": max(1e-9, float(offered.get("CPU", 0))),
+            "marks": [mark for mark in marks if offered.get(mark, 0) > 0],
+        }
+    )
 
 
 def network(names: Sequence[str], failed: Sequence[Sequence[str]]) -> Finding:

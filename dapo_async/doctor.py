@@ -77,7 +77,7 @@ def judge(config: Config, cluster: Cluster | None, here: bool) -> list[Finding]:
         cluster: None where it isn't known: placement and what fits are left out.
         here: packages of this machine are those of the run, and its model is on this machine.
     """
-    from actors.placement import bundles
+    from actors.placement import marked_bundles
 
     # Machines of a cluster may have what this one lacks.
     local = here and config.ray.address == "local"
@@ -88,21 +88,27 @@ def judge(config: Config, cluster: Cluster | None, here: bool) -> list[Finding]:
         findings += fit.check_heads(config, model)
     if cluster is None:
         return findings
-    ranks, workers = bundles(config)
-    findings.append(check_placement(config, ranks, workers, cluster))
+    ranks, workers = marked_bundles(config)
+    # A cluster that runs may grow.
+    findings.append(check_placement(config, ranks, workers, cluster, grows=here))
     if model is None:
         return findings
     seats = seat(config, ranks, workers, cluster)
     if not seats:  # memory is judged all the same: both may be wrong
-        gpu = _smallest_gpu(cluster.each)
-        return (
-            findings + fit.check_learner(config, model, gpu) + fit.check_engine(config, model, gpu)
+        ray = config.ray
+        homes, serving = (
+            cluster.offering(ray.learner_resource),
+            cluster.offering(ray.rollout_resource),
         )
+        return [
+            *findings,
+            *fit.check_learner(config, model, _smallest_gpu(homes)),
+            *fit.check_engine(config, model, _smallest_gpu(serving)),
+        ]
     best = seats[0]
     # Of equal rights to Ray: it may take any of them.
     homes = [node for one in seats for node in (one.home, *one.learners)]
-    serving = [one.home for one in seats if one.home_workers]
-    serving += [node for one in seats for node, _ in one.others]
+    serving = [node for one in seats for node in one.serving]
     findings += fit.check_learner(config, model, _smallest_gpu(homes))
     findings += fit.check_engine(config, model, _smallest_gpu(serving))
     findings += fit.check_host(config, model, best)
@@ -128,9 +134,10 @@ def _model(config: Config, here: bool) -> tuple[ModelShape | None, list[Finding]
     return found, [Finding("ok", "model", f"{said}; judged by {found.source}")]
 
 
-def _smallest_gpu(nodes: Sequence[NodeKind]) -> float | None:
-    sizes = [node.gpu_memory_gb for node in nodes if node.gpus and node.gpu_memory_gb]
-    return min(sizes) * 1e9 if sizes else None
+def _smallest_gpu(nodes: Sequence[NodeKind]) -> NodeKind | None:
+    """The one with the smallest GPUs, of those whose size is known."""
+    known = [node for node in nodes if node.gpus and node.gpu_memory_gb]
+    return min(known, key=lambda node: node.gpu_memory_gb or 0.0, default=None)
 
 
 def _only_this(config: Config) -> Cluster:

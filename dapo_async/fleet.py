@@ -175,8 +175,7 @@ class Fleet:
 
     def prove(self, worker: Worker, version: int, now: float) -> None:
         worker.version = version
-        self._offer(worker)
-        self._note(worker, now)
+        self._settle(worker, now)
 
     def update_begins(self, worker: Worker, now: float, waited: bool) -> None:
         """An update is under way; if the worker had nothing to do, had it `waited` for that?"""

@@ -11,12 +11,18 @@ from typing import Any, Literal, cast
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from dapo_async.config import RAYS_OWN_RESOURCES, Config
 from dapo_async.config_files import Tree
 from dapo_async.errors import ConfigError
 from dapo_async.preflight.cluster import read_cluster
+from dapo_async.preflight.findings import Finding
 
 Kind = Literal["aws", "gcp", "azure", "local", "kubernetes"]
+ORDER = "the order is CLUSTER CONFIG"
+MARK = re.compile(r"[A-Za-z0-9_.-]+")
+"""Custom resources that are told to the doctor: what else Ray has by itself holds a colon."""
 _PLACEHOLDER = re.compile(r"\bYOUR_[A-Z0-9_]+\b")
+_CLUSTERS_OWN = {"provider", "cluster_name", "available_node_types", "apiVersion", "items"}
 
 
 class Loose(BaseModel):
@@ -36,6 +42,20 @@ class NodeType:
     """How many there may be at once."""
     resources: Mapping[str, float]
     """What one of them offers to Ray, as far as the file says."""
+    shm_gb: float | None = None
+    """Free in /dev/shm, in 10⁹ bytes; None: as on any Linux machine."""
+
+    @property
+    def marks(self) -> list[str]:
+        """The custom resources of one of them."""
+        offered = [name for name, amount in self.resources.items() if amount]
+        return [n for n in offered if n not in RAYS_OWN_RESOURCES and MARK.fullmatch(n)]
+
+    @property
+    def words(self) -> str:
+        """All of them in the words of `doctor --cluster`: `4x8xH100-80G:2000G@rollout_node`."""
+        count = f"{self.most}x" if self.most > 1 else ""
+        return count + self.machine + "".join(f"@{mark}" for mark in self.marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +70,27 @@ class ClusterFile:
     shared_dir: str
     """What every node sees under the same path."""
     node_types: tuple[NodeType, ...]
+    warnings: tuple[Finding, ...] = ()
+    """What is legal and likely not meant."""
 
     @property
     def shape(self) -> str:
         """The cluster at its largest, in the words of `doctor --cluster`."""
-        return " + ".join(
-            (f"{kind.most}x" if kind.most > 1 else "") + kind.machine for kind in self.node_types
-        )
+        return " + ".join(kind.words for kind in self.node_types)
+
+    @property
+    def shape_file(self) -> str | None:
+        """The same as a YAML file, where there is more to say than words can; else None."""
+        if all(kind.shm_gb is None for kind in self.node_types):
+            return None
+        nodes = [
+            read_cluster(kind.words)
+            .nodes[0]
+            .model_copy(update={"shm_gb": kind.shm_gb})
+            .model_dump(mode="json", exclude_defaults=True)
+            for kind in self.node_types
+        ]
+        return yaml.safe_dump({"nodes": nodes}, sort_keys=False)
 
     def most(self, amount: str, mark: str | None) -> float:
         """The most there may be of a resource on the nodes that offer `mark`; None: on all."""
@@ -71,17 +105,61 @@ def load_tree(path: Path) -> Tree:
     """Plain data of a YAML file.
 
     Raises:
-        ConfigError: unreadable, not YAML, or not a mapping.
+        ConfigError: unreadable, not YAML, not a mapping, or the config of a run.
     """
     try:
         tree: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the cluster file {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the cluster file {path} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping: a file for `ray up`, or a List for kubectl")
-    return cast(Tree, tree)
+    tree = cast(Tree, tree)
+    if not is_clusters(tree) and tree.keys() & {"base", *Config.model_fields}:
+        raise ConfigError(f"{path} looks like the config of a run, not a cluster's file; {ORDER}")
+    return tree
+
+
+def is_clusters(tree: Tree) -> bool:
+    """It looks like a cluster's file."""
+    return bool(tree.keys() & _CLUSTERS_OWN)
+
+
+def refuse(path: Path, said: list[str]) -> None:
+    """
+    Raises:
+        ConfigError: something was said against the file.
+    """
+    if said:
+        raise ConfigError("\n".join([f"{path} is refused:", *(f"  {line}" for line in said)]))
+
+
+def mapping(value: Any) -> Tree:
+    """`value`, or nothing where a file has something else in its place."""
+    return cast(Tree, value) if isinstance(value, dict) else {}
+
+
+def items_of(value: Any) -> list[Any]:
+    """The same for a list."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def empty_values(tree: Any, where: str = "") -> list[str]:
+    """Keys and items without a value: a line that somebody emptied. Ray's own check breaks on some
+    of them, and Kubernetes takes them for left out."""
+    if tree is None:
+        return [f"`{where}` is empty: give it a value, or leave it out"]
+    found: list[str] = []
+    if isinstance(tree, dict):
+        for key, value in cast("dict[Any, Any]", tree).items():
+            found += empty_values(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, list):
+        for number, value in enumerate(cast("list[Any]", tree)):
+            found += empty_values(value, f"{where}[{number}]")
+    return found
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -113,6 +191,8 @@ def check_limits(name: str, least: int, most: int, keys: tuple[str, str]) -> lis
 
 def check_machine(name: str, words: str, resources: Mapping[str, float]) -> list[str]:
     """What is wrong with the words for a machine beside what its node type offers to Ray."""
+    if "@" in words:
+        return [f"{name}: the machine `{words}` must not hold @: `resources` says what it offers"]
     try:
         cluster = read_cluster(words)
     except ConfigError as error:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import ipaddress
 import logging
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from pydantic import Field, ValidationError
@@ -28,16 +27,24 @@ from dapo_async.launch.cluster import (
     NodeType,
     check_limits,
     check_machine,
+    empty_values,
+    items_of,
+    mapping,
     placeholders,
+    refuse,
     texts,
 )
+from dapo_async.launch.own_machines import check_own_machines, machines_there
+from dapo_async.preflight.findings import Finding
 
 TOKEN = "~/.ray/auth_token"
 """Where Ray looks for its token, here and on every node."""
 EVERYWHERE = ("0.0.0.0/0", "::/0")
-_COUNTED = re.compile(r"(?:(\d+)x(?=\d+x|cpu))?(.*)", re.DOTALL)
-"""Words for a machine after how many there are."""
-_GPUS = re.compile(r"(\d+)x")
+LOOPBACK = "127.0.0.1"
+_DASHBOARD = re.compile(r"--dashboard-host[=\s]+(\S+)")
+_AUTH_MODE = re.compile(r"\bRAY_AUTH_MODE=(\w*)")
+_AWS_NAMES = {"ImageId": "ami", "SubnetIds": "subnet", "SecurityGroupIds": "sg"}
+"""Keys of a node, and how the names of what they take begin; 8 or 17 hexadecimal digits follow."""
 PROVIDERS = ("aws", "gcp", "azure", "local")
 
 
@@ -64,8 +71,18 @@ class RayFile(Loose):
     head_node_type: str = "head"
     available_node_types: dict[str, RayNodeType] = Field(default_factory=dict[str, RayNodeType])
     file_mounts: dict[str, str] = Field(default_factory=dict[str, str])
+    auth: dict[str, Any] = Field(default_factory=dict[str, Any])
+    initialization_commands: list[str] = Field(default_factory=list[str])
+    setup_commands: list[str] = Field(default_factory=list[str])
+    head_setup_commands: list[str] = Field(default_factory=list[str])
+    worker_setup_commands: list[str] = Field(default_factory=list[str])
     head_start_ray_commands: list[str] = Field(default_factory=list[str])
     worker_start_ray_commands: list[str] = Field(default_factory=list[str])
+
+    @property
+    def on_workers(self) -> list[str]:
+        """Commands on every machine but the head, before Ray."""
+        return [*self.initialization_commands, *self.setup_commands, *self.worker_setup_commands]
 
 
 def read_ray_file(path: Path, tree: Tree) -> ClusterFile:
@@ -75,6 +92,7 @@ def read_ray_file(path: Path, tree: Tree) -> ClusterFile:
         ConfigError: names everything that is wrong with it.
     """
     left = placeholders(tree)
+    refuse(path, empty_values(tree))
     try:
         file = RayFile.model_validate(tree)
     except ValidationError as error:
@@ -84,14 +102,20 @@ def read_ray_file(path: Path, tree: Tree) -> ClusterFile:
         raise ConfigError(f"{path}: `provider.type: {kind}` must be one of {', '.join(PROVIDERS)}")
     said = [f"fill in {', '.join(left)}"] if left else []
     said += ray_says(tree)
-    local = kind == "local"
-    said += [] if local else _check_node_types(file)
     said += _check_doors(file, cast(Kind, kind)) + _check_commands(file)
-    node_types = _machines_there(file) if local else _rented(file)
+    if kind == "local":
+        resources = file.metadata.resources
+        node_types = machines_there(file.metadata.machines, resources)
+        said += check_own_machines(
+            file.provider, node_types, resources, file.on_workers, file.worker_start_ray_commands
+        )
+    else:
+        node_types = _rented(file)
+        said += _check_node_types(file) + _check_names(file, cast(Kind, kind))
     for one in node_types:
         said += check_machine(one.name, one.machine, one.resources)
-    if said:
-        raise ConfigError("\n".join([f"{path} is refused:", *(f"  {line}" for line in said)]))
+    warnings = _check_shared_dir(file, said)
+    refuse(path, said)
     return ClusterFile(
         path=path,
         kind=cast(Kind, kind),
@@ -99,6 +123,7 @@ def read_ray_file(path: Path, tree: Tree) -> ClusterFile:
         tree=tree,
         shared_dir=file.metadata.shared_dir.rstrip("/"),
         node_types=tuple(node_types),
+        warnings=tuple(warnings),
     )
 
 
@@ -124,6 +149,9 @@ def ray_says(tree: Tree) -> list[str]:
         return [f"Ray: {error}"]
     except click.ClickException as error:
         return [f"Ray: {error.message}"]
+    except Exception as error:  # noqa: BLE001
+        # It looks into the file before it has checked its form, so it may end with anything.
+        return [f"Ray's own check broke on it: {type(error).__name__}: {error}"]
     return []
 
 
@@ -161,13 +189,6 @@ def _check_doors(file: RayFile, kind: Kind) -> list[str]:
             "`provider.use_internal_ips: true`, without `use_external_head_ip`, is needed: Ray's "
             "security group on Azure lets SSH in from everywhere"
         )
-    if kind == "local":
-        addresses = [file.provider.get("head_ip"), *file.provider.get("worker_ips", ())]
-        said += [
-            f"`provider`: {address} is a public address: Ray's ports would be, too"
-            for address in addresses
-            if _is_public(str(address))
-        ]
     for name, one in file.available_node_types.items():
         said += [f"{name}: {problem}" for problem in _node_doors(one.node_config, kind)]
     return said
@@ -182,7 +203,7 @@ def _node_doors(node: dict[str, Any], kind: Kind) -> list[str]:
     if kind == "gcp":
         places = [
             str(one.get("subnetwork") or one.get("network") or "default").rsplit("/", 1)[-1]
-            for one in cast("list[Tree]", node.get("networkInterfaces") or [{}])
+            for one in map(mapping, items_of(node.get("networkInterfaces")) or [{}])
         ]
         if "default" in places:
             return [
@@ -192,11 +213,27 @@ def _node_doors(node: dict[str, Any], kind: Kind) -> list[str]:
     return []
 
 
-def _is_public(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_global
-    except ValueError:
-        return False  # a name
+def _check_names(file: RayFile, kind: Kind) -> list[str]:
+    """What can be told of names by their form alone."""
+    region, zones = (str(file.provider.get(key, "")) for key in ("region", "availability_zone"))
+    said = [
+        f"`provider.availability_zone: {zone}` is not in `region: {region}`"
+        for zone in (one.strip() for one in zones.split(","))
+        if region and zone and not zone.startswith(region)
+    ]
+    for name, one in file.available_node_types.items() if kind == "aws" else ():
+        for key, start in _AWS_NAMES.items():
+            value = one.node_config.get(key, [])
+            said += [
+                f"{name}: `{key}: {text}` must look like {start}-0123456789abcdef0"
+                for text in map(str, cast("list[Any]", value if isinstance(value, list) else [value]))
+                if not re.fullmatch(rf"{start}-[0-9a-f]{{8,17}}", text) and text not in left_in(text)
+            ]
+    return said
+
+
+def left_in(text: str) -> list[str]:
+    return placeholders({"": text})
 
 
 def _check_commands(file: RayFile) -> list[str]:
@@ -205,15 +242,53 @@ def _check_commands(file: RayFile) -> list[str]:
         starts = [line for line in getattr(file, key) if "ray start" in line]
         if not starts:
             said.append(f"`{key}` must be given: Ray's own open the dashboard and want no token")
-        if not all("RAY_AUTH_MODE=token" in line for line in starts):
-            said.append(f"`{key}` must set RAY_AUTH_MODE=token")
-        if key.startswith("head") and not all(
-            "--dashboard-host=127.0.0.1" in line for line in starts
+        if any(set(_AUTH_MODE.findall(line)) != {"token"} for line in starts):
+            said.append(f"`{key}` must set RAY_AUTH_MODE=token, and nothing else")
+        if key.startswith("head") and any(
+            set(_DASHBOARD.findall(line)) != {LOOPBACK} for line in starts
         ):
-            said.append(f"`{key}` must have --dashboard-host=127.0.0.1: jobs come in there")
+            said.append(
+                f"`{key}` must have --dashboard-host={LOOPBACK}, once: jobs come in there"
+            )
+    shells = [line for line in file.setup_commands if "RAY_AUTH_MODE" in line]
+    if not shells or any(set(_AUTH_MODE.findall(line)) != {"token"} for line in shells):
+        said.append(
+            "`setup_commands` must put RAY_AUTH_MODE=token into ~/.bashrc: the shells in which jobs "
+            "are submitted need it"
+        )
     if file.file_mounts.get(TOKEN) != TOKEN:
         said.append(f"`file_mounts` must have `{TOKEN}: {TOKEN}`: every node needs Ray's token")
     return said
+
+
+def _check_shared_dir(file: RayFile, said: list[str]) -> list[Finding]:
+    """What is wrong with it goes to `said`."""
+    shared = file.metadata.shared_dir
+    if not shared.startswith("/") or not shared.strip("/"):
+        said.append(f"`metadata.shared_dir: {shared}` must be the absolute path of a folder")
+        return []
+    commands = [line for line in file.on_workers if re.search(r"\bmount\b", line)]
+    places = [word for line in commands for word in re.split(r"[\s;&|]+", line)]
+    if any(
+        PurePosixPath(shared).is_relative_to(place)
+        for place in places
+        if place.startswith("/") and place.strip("/")
+    ):
+        return []
+    if commands:
+        said.append(
+            f"`metadata.shared_dir: {shared}` isn't what `setup_commands` mount: {commands[0]}"
+        )
+        return []
+    return [
+        Finding(
+            "warn",
+            "shared folder",
+            f"no command mounts `metadata.shared_dir: {shared}`",
+            "every node must see the same there",
+            "mount it in `setup_commands`, unless the machines do so by themselves",
+        )
+    ]
 
 
 def _rented(file: RayFile) -> list[NodeType]:
@@ -232,15 +307,3 @@ def _rented(file: RayFile) -> list[NodeType]:
 
 def _most(file: RayFile, one: RayNodeType) -> int:
     return file.max_workers if one.max_workers is None else min(one.max_workers, file.max_workers)
-
-
-def _machines_there(file: RayFile) -> list[NodeType]:
-    """Machines of one's own: Ray has no types for them, so `metadata` says all."""
-    found: list[NodeType] = []
-    for name, words in file.metadata.machines.items():
-        count, machine = _COUNTED.fullmatch(words).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        offered = dict[str, float](file.metadata.resources.get(name, {}))
-        if gpus := _GPUS.match(machine):
-            offered["GPU"] = float(gpus[1])
-        found.append(NodeType(name=name, machine=machine, most=int(count or 1), resources=offered))
-    return found

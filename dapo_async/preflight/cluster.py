@@ -43,7 +43,10 @@ _SYNTAX = (
 )
 _LIKELY = (
     (re.compile(r"(\d+(?:\.\d+)?)(?:[kMGT]i?B|[gG]i?b|g|T)\b"), "memory is written 80G, not `{}`"),
-    (re.compile(_COUNT + r"\d+x[A-Za-z][A-Za-z0-9_]*(?![-\w])"), "`{}` lacks the GPU's memory: -80G"),
+    (
+        re.compile(_COUNT + r"\d+x[A-Za-z][A-Za-z0-9_]*(?![-\w])"),
+        "`{}` lacks the GPU's memory: -80G",
+    ),
     (re.compile(r"@(?=@|$)"), "a mark is missing behind `{}`"),
 )
 """What people write instead, and what to say about it."""
@@ -71,6 +74,10 @@ class NodeKind(Section):
     marks: list[Annotated[str, Field(min_length=1)]] | None = None
     """Custom resources that each offers to Ray; null: not known where no kind has any, else none.
     """
+
+    @property
+    def gpu_bytes(self) -> float | None:
+        return None if self.gpu_memory_gb is None else self.gpu_memory_gb * 1e9
 
     @property
     def shm_bytes(self) -> float | None:

@@ -39,16 +39,21 @@ def check_heads(config: Config, model: ModelShape) -> list[Finding]:
     return found
 
 
-def check_learner(config: Config, model: ModelShape, gpu_bytes: float | None) -> list[Finding]:
-    """One rank against its GPU; ranks on a CPU are part of `check_host`."""
+def check_learner(config: Config, model: ModelShape, node: NodeKind | None) -> list[Finding]:
+    """One rank against its GPU; ranks on a CPU are part of `check_host`.
+
+    Args:
+        node: the one with the smallest GPUs that a rank may be on; None: no size is known.
+    """
     if config.learner.device == "cpu":
         return []
     need = memory.learner_memory(config, model)
     found = f"a rank needs {size_text(need.total)}: {_parts(need.parts)}"
-    if gpu_bytes is None:
+    gpu_bytes = None if node is None else node.gpu_bytes
+    if node is None or gpu_bytes is None:
         return [Finding("warn", "learner memory", found, "the GPU's memory is not known")]
     there = memory.USABLE * gpu_bytes
-    found += f"; its GPU has {size_text(gpu_bytes)}"
+    found += f"; its GPU has {size_text(gpu_bytes)} ({node.name})"
     if need.total <= there:
         return [Finding("ok", "learner memory", found), _options(config, model)]
     # In between it may be right: this is an estimate.
@@ -90,18 +95,23 @@ def _what_fits(config: Config, model: ModelShape, there: float) -> str:
     return "; or ".join(fitting)
 
 
-def check_engine(config: Config, model: ModelShape, gpu_bytes: float | None) -> list[Finding]:
-    """One GPU of an engine: weights, room for KV cache, and what it needs besides."""
+def check_engine(config: Config, model: ModelShape, node: NodeKind | None) -> list[Finding]:
+    """One GPU of an engine: weights, room for KV cache, and what it needs besides.
+
+    Args:
+        node: the one with the smallest GPUs that an engine may be on; None: no size is known.
+    """
     rollout = config.rollout
     if rollout.engine != "sglang" or rollout.device == "cpu" or rollout.engine_urls is not None:
         return []
-    if gpu_bytes is None:
+    gpu_bytes = None if node is None else node.gpu_bytes
+    if node is None or gpu_bytes is None:
         rule = "the GPU's memory is not known"
         return [Finding("warn", "engine memory", "not judged", rule)]
     need = memory.engine_memory(rollout, model, gpu_bytes, memory.item_bytes(config.learner))
     longest = memory.longest_sample(config)
     found = (
-        f"of a GPU's {size_text(gpu_bytes)}: {_parts({'weights': need.weights, 'KV': need.kv})}, "
+        f"of a GPU's {size_text(gpu_bytes)} ({node.name}): {_parts({'weights': need.weights, 'KV': need.kv})}, "
         f"outside of it {size_text(need.rest)}; room for {need.tokens:,.0f} tokens, "
         f"{need.tokens / longest:.1f} full samples of {longest:,}"
     )
@@ -147,7 +157,7 @@ def _host(who: str, parts: Mapping[str, float], node: NodeKind) -> Finding:
     if node.memory_gb is None:
         return Finding("ok", "host memory", f"{needs}; not judged: its memory is not known")
     there = node.memory_gb * 1e9
-    needs += f"; it has {size_text(there)}"
+    needs += f"; it has {size_text(there)} ({node.name})"
     if total <= there:
         return Finding("ok", "host memory", needs)
     change = {

@@ -147,7 +147,7 @@ def alternatives(config: Config, model: ModelShape) -> Iterator[tuple[dict[str, 
         offloads.append("optimizer")
     for offload, cut, again, stage in product(
         offloads,
-        legal_cuts(learner, model),
+        [cut for cut in legal_cuts(learner, model) if cut >= learner.sequence_parallel_size],
         sorted({learner.gradient_checkpointing, True}),
         [stage for stage in (1, 2, 3) if stage >= learner.zero_stage],
     ):
@@ -168,11 +168,9 @@ def changed_memory(config: Config, model: ModelShape, changes: dict[str, Any]) -
 
 
 def legal_cuts(learner: LearnerConfig, model: ModelShape) -> list[int]:
-    """Values of `sequence_parallel_size` from the present one on."""
+    """All values that `sequence_parallel_size` may have."""
     common = gcd(learner.ranks, model.attention_heads, model.kv_heads)
-    return [
-        n for n in range(1, common + 1) if common % n == 0 and n >= learner.sequence_parallel_size
-    ]
+    return [n for n in range(1, common + 1) if common % n == 0]
 
 
 # ---- engines -----------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from dapo_async.errors import DivergedError, RunError, StalledError, WorkersLostError
-from dapo_async.fleet import Updated, WorkerLost
+from dapo_async.fleet import Fleet, Updated, WorkerLost
 from dapo_async.pipeline import Pipeline, UpdateRefusedByWorker, first_cause
+from dapo_async.spans import Span
 from dapo_async.studies.virtual_time import run
 from dapo_async.types import (
     Batch,
@@ -30,7 +31,7 @@ from dapo_async.types import (
     StepReport,
     WeightVersion,
 )
-from tests.fakes import FakeWorker, Outcome, World, run_world
+from tests.fakes import FakeWorker, Outcome, Payloads, World, run_world
 
 
 def calm(**changes: Any) -> World:
@@ -190,6 +191,28 @@ def test_a_worker_whose_node_is_lost_is_not_given_up_for_that() -> None:
     moved = outcome.pipeline.fleet.workers[0]
     assert (moved.restarts, moved.moves, moved.retired) == (1, 1, False)
     assert moved.version == 500
+
+
+def test_time_without_room_is_neither_idle_nor_busy() -> None:
+    told: list[Span] = []
+    ports = [FakeWorker("w0", calm(), Payloads()), FakeWorker("w1", calm(), Payloads())]
+    fleet = Fleet(ports, slots=1, on_span=told.append)
+    fleet.begin(0.0)
+    worker = fleet.workers[0]
+    fleet.seeks_room(worker, 0.0)
+    fleet.found_room(worker, False, 4.0)
+    fleet.prove(worker, 0, 5.0)
+    fleet.lose(worker, 10.0)
+    fleet.seeks_room(worker, 12.0)
+    assert fleet.housed_s(20.0) == 20 + 20 - 4 - 8 and fleet.idle_s(20.0) == 7
+    fleet.found_room(worker, True, 100.0)
+    fleet.end(101.0)
+    assert fleet.housed_s(101.0) == 101 + 101 - 4 - 88 and fleet.idle_s(101.0) == 7
+    states = [(span.what, span.start, span.end) for span in told if span.who == "w0"]
+    assert states == [
+        ("homeless", 0, 4), ("start", 4, 5), ("idle", 5, 10), ("start", 10, 12),
+        ("homeless", 12, 100), ("start", 100, 101),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fewest", [1, 2])
