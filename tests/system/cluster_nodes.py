@@ -26,11 +26,14 @@ QUICK_LOSS = {"health_check_period_ms": 500, "health_check_failure_threshold": 4
 """So that a dead node is noticed within seconds."""
 
 
-def say(answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 def main(folder: Path) -> None:
+    # Ray tells of nodes on stdout, also in the middle of a line of ours.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(answer: Any) -> None:
+        print(json.dumps(answer), file=answers)
+
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
