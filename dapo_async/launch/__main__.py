@@ -1,15 +1,14 @@
 """`scripts/launch CLUSTER CONFIG [OVERRIDES…]`: checks, starts the cluster, runs the config on it.
 
-Exit code: 0 the run succeeded · 1 it failed, or a command did · 2 something was refused before.
+Exit code: 0 the run succeeded · 1 it failed, or a command did · 2 something was refused before ·
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -18,15 +17,15 @@ from pathlib import Path
 
 from dapo_async.errors import ConfigError
 from dapo_async.launch.cluster import ClusterFile, load_tree
+from dapo_async.launch.here import missing_here, token_is_there
 from dapo_async.launch.kubernetes_file import read_kubernetes_file
-from dapo_async.launch.plan import Plan, Words, plan
-from dapo_async.launch.ray_file import TOKEN, read_ray_file
+from dapo_async.launch.plan import DEPLOYMENT_ENDED, Plan, Words, plan
+from dapo_async.launch.ray_file import read_ray_file
 from dapo_async.launch.run import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "launch"
-SDK = {"aws": "boto3", "gcp": "googleapiclient", "azure": "azure"}
-"""What Ray imports to rent machines."""
+INTERRUPTED = 130
 
 Run = Callable[[Words, bool], tuple[int, str]]
 """Runs a command; its exit code, and what it printed if that was to be caught, else nothing."""
@@ -41,33 +40,52 @@ def main(arguments: Sequence[str], run: Run | None = None, folder: Path = FOLDER
     asked = _parse(arguments)
     run = run or _process
     try:
-        cluster = read_cluster_file(Path(asked.cluster).resolve())
-        tree, config = prepare(cluster, Path(asked.config), asked.overrides)
-        token = _token_is_there(cluster)
-        missing = _missing_tools(cluster)
-        if missing and not asked.dry_run:
-            raise ConfigError("; ".join(missing))
-        job = f"{re.sub('[^A-Za-z0-9._-]', '-', config.run.name)}-{time.strftime('%m%d-%H%M%S')}"
-        planned = plan(cluster, tree, folder, job, asked.resume, token, _programs())
-        for path, text in planned.files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        if run(planned.doctor, False)[0]:
-            raise ConfigError("`dapo-async doctor` found what can't work; nothing was started")
+        planned, missing, shared_dir = _check(asked, run, folder)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if asked.dry_run:
-        for line in missing:
-            print(f"warn  tools: {line}; without it a launch is refused")
-        print(f"\nwould run:\n{planned.show(asked.down)}\n")
-        checks = "the other checks" if missing else "all checks"
-        print(
-            f"dry run: {checks} passed, nothing was started; what is below {cluster.shared_dir} "
-            "was not looked at"
-        )
-        return 0
-    return execute(planned, run, asked.down)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was started", file=sys.stderr)
+        return INTERRUPTED
+    if not asked.dry_run:
+        return execute(planned, run, asked.down)
+    print(f"\nwould run:\n{planned.show(asked.down)}\n")
+    checks = "all checks passed"
+    if missing:
+        count = "a warning" if len(missing) == 1 else f"{len(missing)} warnings"
+        checks = f"passed, with {count} (`here`) that would stop a real launch"
+    print(f"dry run: {checks}; nothing was started; what is in {shared_dir} was not looked at")
+    return 0
+
+
+def _check(asked: argparse.Namespace, run: Run, folder: Path) -> tuple[Plan, list[str], str]:
+    """All that can be judged before anything is started.
+
+    Returns:
+        What to do; what is missing here; the cluster's shared folder.
+    """
+    cluster = read_cluster_file(Path(asked.cluster).resolve())
+    prepared = prepare(cluster, Path(asked.config), asked.overrides)
+    token = token_is_there(cluster)
+    missing = missing_here(cluster, ROOT, _programs() / "pip")
+    if missing and not asked.dry_run:
+        raise ConfigError("; ".join(missing))
+    name = re.sub("[^A-Za-z0-9._-]", "-", prepared.config.run.name)
+    job = f"{name}-{time.strftime('%m%d-%H%M%S')}"
+    planned = plan(cluster, prepared.tree, folder, job, asked.resume, token, _programs())
+    for path, text in planned.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    added = ", ".join(f"{key}={value}" for key, value in prepared.added.items())
+    print(f"ok    launch: set for this cluster: {added or 'nothing'}")
+    for warning in prepared.warnings:
+        print(warning.as_text())
+    for line in missing:
+        print(f"warn  here: {line}; a launch is refused so")
+    sys.stdout.flush()
+    if run(planned.doctor, False)[0]:
+        raise ConfigError("`dapo-async doctor` found what can't work; nothing was started")
+    return planned, missing, cluster.shared_dir
 
 
 def read_cluster_file(path: Path) -> ClusterFile:
@@ -76,37 +94,86 @@ def read_cluster_file(path: Path) -> ClusterFile:
         ConfigError: the file can't be used as it is.
     """
     tree = load_tree(path)
-    return (read_kubernetes_file if "items" in tree else read_ray_file)(path, tree)
+    kubernetes = "items" in tree or "apiVersion" in tree
+    return (read_kubernetes_file if kubernetes else read_ray_file)(path, tree)
 
 
 def execute(planned: Plan, run: Run, down: bool) -> int:
     """Start, follow and, if asked to, end it all. The cluster of a run that may still go on, for
     all one knows, is left alone."""
-    for words in planned.start:
-        print(f"+ {shlex.join(words)}", flush=True)
-        if run(words, False)[0]:
-            failed = f"error: `{words[0]} {words[1]}` failed. What was started is there"
-            print(f"{failed}; {_end(planned)}", file=sys.stderr)
-            return 1
-    run(planned.follow, False)
-    said = run(planned.state, True)[1]
+    code = _start(planned, run)
+    if code:
+        return code
+    try:
+        run(planned.follow, False)
+        said = run(planned.state, True)[1]
+    except KeyboardInterrupt:
+        print(f"\n{_left(planned, down)}", file=sys.stderr)
+        return INTERRUPTED
     if not any(end in said for end in planned.ended):
-        print(
-            f"the connection ended before the run. To go on following: {shlex.join(planned.follow)}"
-            f"\n{_end(planned)}",
-            file=sys.stderr,
-        )
+        print(_left(planned, down), file=sys.stderr)
         return 1
     succeeded = planned.ended[0] in said
     print("the run succeeded" if succeeded else "the run failed", flush=True)
     if down:
-        print(f"+ {shlex.join(planned.down)}", flush=True)
-        if run(planned.down, False)[0]:
-            print("error: the cluster may still be up", file=sys.stderr)
+        try:
+            failed = _run(planned.down, run)
+        except KeyboardInterrupt:
+            failed = INTERRUPTED
+        if failed:
+            print(f"error: the cluster may still be up; {_end(planned)}", file=sys.stderr)
             return 1
     else:
         print(f"the cluster stays up; {_end(planned)}")
     return 0 if succeeded else 1
+
+
+def _start(planned: Plan, run: Run) -> int:
+    """Up to the run's first line; the exit code where it doesn't come to that, else 0."""
+    words: Words = ()
+    try:
+        if planned.earlier is not None:
+            words = planned.earlier
+            code, said = run(words, True)
+            if code:
+                print(f"error: `{shlex.join(words)}` failed; nothing was started", file=sys.stderr)
+                return 1
+            if said.strip() and not set(said.split()) & {*planned.ended, *DEPLOYMENT_ENDED}:
+                print(
+                    f"error: a run of this name is there already ({said.strip()}); nothing was "
+                    f"started. Give this one another `metadata.name`, or\n{planned.ways_on}",
+                    file=sys.stderr,
+                )
+                return 2
+            if said.strip() and _run(planned.down, run):
+                print("error: the run before could not be deleted", file=sys.stderr)
+                return 1
+        for words in planned.start:
+            if _run(words, run):
+                what = " ".join(words[:2])
+                print(
+                    f"error: `{what}` failed. What was started is there; {_end(planned)}",
+                    file=sys.stderr,
+                )
+                return 1
+    except KeyboardInterrupt:
+        print(
+            f"\ninterrupted in `{shlex.join(words)}`: what was started is there; {_end(planned)}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    return 0
+
+
+def _run(words: Words, run: Run) -> int:
+    print(f"+ {shlex.join(words)}", flush=True)
+    return run(words, False)[0]
+
+
+def _left(planned: Plan, down: bool) -> str:
+    """The log isn't followed any longer, by Ctrl-C or a lost connection: neither ends the run."""
+    kept = ", and the cluster stays up in spite of --down" if down else ""
+    return f"no longer following: the run goes on{kept}\n{planned.ways_on}"
 
 
 def _end(planned: Plan) -> str:
@@ -114,52 +181,19 @@ def _end(planned: Plan) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """scripts/launch prints its own help, before it installs anything."""
     parser = argparse.ArgumentParser(
-        prog="scripts/launch", description="Run a config on a cluster (docs/howto/launch.md)."
+        prog="scripts/launch",
+        usage="scripts/launch CLUSTER CONFIG [section.key=value …] [options]; --help tells more",
+        add_help=False,
     )
-    parser.add_argument("cluster", help="a filled-in copy of a file of configs/cluster/")
-    parser.add_argument("config", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--down", action="store_true", help="end the cluster after the run")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the commands"
-    )
-    parser.add_argument("--resume", metavar="auto|PATH", help="as for dapo-async train")
+    parser.add_argument("cluster", metavar="CLUSTER")
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", default=[])
+    parser.add_argument("--down", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--resume", metavar="auto|PATH")
     return parser.parse_intermixed_args(arguments)
-
-
-def _token_is_there(cluster: ClusterFile) -> bool:
-    """
-    Raises:
-        ConfigError: others can read it.
-    """
-    path = Path(TOKEN).expanduser()
-    if cluster.kind == "kubernetes" or not path.exists():
-        return False
-    if path.stat().st_mode & 0o077:
-        raise ConfigError(f"{path} can be read by others: `chmod 600 {TOKEN}`")
-    return True
-
-
-def _missing_tools(cluster: ClusterFile) -> list[str]:
-    """What a launch needs and isn't here."""
-    uses = {
-        "ssh": "Ray runs commands on the machines with it",
-        "rsync": "Ray copies files with it",
-    }
-    if cluster.kind == "kubernetes":
-        uses = {"kubectl": "it starts the run"}
-    missing = [
-        f"{tool} isn't installed here: {use}"
-        for tool, use in uses.items()
-        if shutil.which(tool) is None
-    ]
-    module = SDK.get(cluster.kind)
-    if module is not None and importlib.util.find_spec(module) is None:
-        wanted = " ".join(cluster.tree.get("head_setup_commands", [])).partition("pip install ")[2]
-        install = f"{_programs() / 'pip'} install {wanted or module}"
-        missing.append(f"Ray needs {module} to rent machines: {install}")
-    return missing
 
 
 def _programs() -> Path:

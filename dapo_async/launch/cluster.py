@@ -70,6 +70,8 @@ class ClusterFile:
     shared_dir: str
     """What every node sees under the same path."""
     node_types: tuple[NodeType, ...]
+    namespace: str | None = None
+    """Of Kubernetes; None: kubectl's own."""
     warnings: tuple[Finding, ...] = ()
     """What is legal and likely not meant."""
 

@@ -219,21 +219,17 @@ def _check_names(file: RayFile, kind: Kind) -> list[str]:
     said = [
         f"`provider.availability_zone: {zone}` is not in `region: {region}`"
         for zone in (one.strip() for one in zones.split(","))
-        if region and zone and not zone.startswith(region)
+        if not zone.startswith((region, "YOUR_")) and not region.startswith("YOUR_")
     ]
     for name, one in file.available_node_types.items() if kind == "aws" else ():
         for key, start in _AWS_NAMES.items():
             value = one.node_config.get(key, [])
             said += [
                 f"{name}: `{key}: {text}` must look like {start}-0123456789abcdef0"
-                for text in map(str, cast("list[Any]", value if isinstance(value, list) else [value]))
-                if not re.fullmatch(rf"{start}-[0-9a-f]{{8,17}}", text) and text not in left_in(text)
+                for text in map(str, items_of(value) if isinstance(value, list) else [value])
+                if not re.fullmatch(rf"YOUR_\w+|{start}-[0-9a-f]{{8,17}}", text)
             ]
     return said
-
-
-def left_in(text: str) -> list[str]:
-    return placeholders({"": text})
 
 
 def _check_commands(file: RayFile) -> list[str]:
@@ -247,14 +243,12 @@ def _check_commands(file: RayFile) -> list[str]:
         if key.startswith("head") and any(
             set(_DASHBOARD.findall(line)) != {LOOPBACK} for line in starts
         ):
-            said.append(
-                f"`{key}` must have --dashboard-host={LOOPBACK}, once: jobs come in there"
-            )
+            said.append(f"`{key}` must have --dashboard-host={LOOPBACK}, once: jobs come in there")
     shells = [line for line in file.setup_commands if "RAY_AUTH_MODE" in line]
     if not shells or any(set(_AUTH_MODE.findall(line)) != {"token"} for line in shells):
         said.append(
-            "`setup_commands` must put RAY_AUTH_MODE=token into ~/.bashrc: the shells in which jobs "
-            "are submitted need it"
+            "`setup_commands` must put RAY_AUTH_MODE=token into ~/.bashrc: the shells in which "
+            "jobs are submitted need it"
         )
     if file.file_mounts.get(TOKEN) != TOKEN:
         said.append(f"`file_mounts` must have `{TOKEN}: {TOKEN}`: every node needs Ray's token")

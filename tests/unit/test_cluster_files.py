@@ -16,25 +16,19 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from dapo_async.errors import ConfigError
 from dapo_async.launch.__main__ import read_cluster_file
 from dapo_async.launch.ray_file import EVERYWHERE, ray_says
-from tests.unit.launch_files import CLUSTERS, PROVIDERS, ROOT, filled
+from tests.unit.launch_files import (
+    CLUSTERS,
+    PROVIDERS,
+    ROOT,
+    SPEC,
+    filled,
+    refused,
+    set_in,
+    without,
+    written,
+)
 
 RENTED = ("aws", "gcp", "azure")
-
-
-def written(name: str, folder: Path, change: Callable[[Any], Any] | None = None) -> Path:
-    """A filled-in copy of a shipped file, changed in place."""
-    tree = yaml.safe_load(filled(name))
-    if change is not None:
-        change(tree)
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def refused(name: str, folder: Path, change: Callable[[Any], Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read_cluster_file(written(name, folder, change))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -78,6 +72,8 @@ def test_all_files_for_ray_up_set_nodes_up_alike() -> None:
         assert all((ROOT / local).exists() for local in here)
         assert "cd ~/dapo-async && scripts/setup gpu" in tree["setup_commands"]
         assert {"requirements-gpu.txt", "setup.py", "scripts"} <= set(here)
+        # Ray kills a stopped job after three seconds, before its weights are saved.
+        assert "RAY_JOB_STOP_WAIT_TIME_S=600" in tree["head_start_ray_commands"][-1]
 
 
 @pytest.mark.parametrize("name", RENTED)
@@ -97,24 +93,6 @@ def test_nothing_in_a_shipped_file_lets_everybody_in(name: str) -> None:
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def set_in(*path: Any, to: Any) -> Callable[[Any], None]:
-    def change(tree: Any) -> None:
-        for key in path[:-1]:
-            tree = tree[key]
-        tree[path[-1]] = to
-
-    return change
-
-
-def without(*path: Any) -> Callable[[Any], None]:
-    def change(tree: Any) -> None:
-        for key in path[:-1]:
-            tree = tree[key]
-        del tree[path[-1]]
-
-    return change
-
-
 TYPES = "available_node_types"
 OPEN = {
     "GroupName": "x",
@@ -123,6 +101,13 @@ OPEN = {
     ],
 }
 OPEN_START = ["RAY_AUTH_MODE=token ray start --head --dashboard-host=0.0.0.0"]
+TWO_HOSTS = [
+    "RAY_AUTH_MODE=token ray start --head --dashboard-host=127.0.0.1 --dashboard-host=0.0.0.0"
+]
+TWO_WORDS = [
+    "RAY_AUTH_MODE=token ray start --head --dashboard-host=127.0.0.1 --dashboard-host 0.0.0.0"
+]
+TWO_MODES = ["RAY_AUTH_MODE=token RAY_AUTH_MODE=disabled ray start --address=x"]
 NO_TOKEN = ["ray start --head --dashboard-host=127.0.0.1"]
 
 
@@ -149,6 +134,21 @@ NO_TOKEN = ["ray start --head --dashboard-host=127.0.0.1"]
         ("gcp", set_in(TYPES, "learner", "resources", "GPU", to=4), "has 8 GPUs, but `GPU: 4`"),
         ("aws", set_in("provider", "type", to="vsphere"), "`provider.type: vsphere` must be one"),
         ("aws", without("metadata"), "metadata: is required"),
+        ("aws", set_in("head_start_ray_commands", to=TWO_HOSTS), "--dashboard-host=127.0.0.1, onc"),
+        ("aws", set_in("head_start_ray_commands", to=TWO_WORDS), "--dashboard-host=127.0.0.1, onc"),
+        ("aws", set_in("worker_start_ray_commands", to=TWO_MODES), "RAY_AUTH_MODE=token, and noth"),
+        ("gcp", set_in("setup_commands", 3, to="true"), "RAY_AUTH_MODE=token into ~/.bashrc"),
+        ("aws", set_in("provider", "availability_zone", to="us-east-2a,eu-west-1a"), "`provider.a"),
+        ("gcp", set_in("provider", "availability_zone", to="eu-west-1a"), "is not in `region: us-"),
+        ("aws", set_in(TYPES, "head", "node_config", "ImageId", to="ubuntu-24"), "like ami-012345"),
+        ("aws", set_in(TYPES, "head", "node_config", "SubnetIds", to=["x"]), "look like subnet-01"),
+        ("aws", set_in(TYPES, "rollout", "node_config", "SecurityGroupIds", to=["default"]),
+         "rollout: `SecurityGroupIds: default` must look like sg-0123456789abcdef0"),
+        ("azure", set_in("metadata", "shared_dir", to="/mnt/nfs"), "isn't what `setup_commands` m"),
+        ("azure", set_in("metadata", "shared_dir", to="shared"), "must be the absolute path of a "),
+        ("aws", set_in("head_setup_commands", to=None), "`head_setup_commands` is empty: give it "),
+        ("aws", set_in("setup_commands", 1, to=None), "`setup_commands[1]` is empty"),
+        ("aws", set_in("metadata", "machines", "head", to="cpu:32G:8c@a"), "must not hold @"),
     ],
 )  # fmt: skip
 def test_a_file_for_ray_up_is_refused(
@@ -157,7 +157,75 @@ def test_a_file_for_ray_up_is_refused(
     assert reason in refused(name, tmp_path, change)
 
 
-SPEC = ("items", 0, "spec", "rayClusterSpec")
+def change_marks(old: str, new: str) -> Callable[[Any], None]:
+    """In the command that runs, not in the placeholder that it was made from."""
+
+    def change(tree: Any) -> None:
+        commands = tree["setup_commands"]
+        assert old in commands[-1]
+        commands[-1] = commands[-1].replace(old, new)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (set_in("metadata", "machines", "rollout", to="5x8xH100-80G:1000G:96c"),
+         "describes 7 machines (head 1, learner 1, rollout 5), `provider` has 3 addresses"),
+        (set_in("provider", "worker_ips", to=["10.0.0.2", "10.0.0.3", "10.0.0.4"]),
+         "`metadata.machines` describes 3 machines"),
+        (without("metadata", "machines", "rollout"),
+         "`metadata.resources.rollout` has no line `rollout: …` in `metadata.machines`"),
+        (set_in("provider", "worker_ips", to=["10.0.0.2", "10.0.0.2"]), "10.0.0.2 stands there tw"),
+        (set_in("provider", "worker_ips", to=["10.0.0.2", "10.0.0.1"]), "10.0.0.1 stands there tw"),
+        (set_in("provider", "worker_ips", to=["10.0.0.9", "10.0.0.3"]),
+         "name 10.0.0.2, not among `provider.worker_ips: 10.0.0.9, 10.0.0.3`"),
+        (set_in("provider", "worker_ips", to=["gpu-1", "10.0.0.2"]), "gpu-1 must be an address"),
+        (set_in("metadata", "resources", "rollout", to={"rolout_node": 1}),
+         "machines offer learner_node, rolout_node; by `setup_commands`"),
+        (change_marks("rollout_node", "rolout_node"), "they offer learner_node, rolout_node"),
+        (without("setup_commands", -1), "they offer nothing"),
+        (change_marks('{"learner_node": 1}', '{"learner_node" 1}'), "in a command isn't JSON"),
+        (change_marks('*" 10.0.0.2 "*)', '*" 10.0.0.2 "*|*" 10.0.0.3 "*)'),
+         "2 of `provider.worker_ips` offer learner_node, by `metadata.machines.learner` 1"),
+        (set_in("worker_start_ray_commands", to=["RAY_AUTH_MODE=token ray start"]),
+         "`worker_start_ray_commands` must have --resources"),
+    ],
+)  # fmt: skip
+def test_machines_of_ones_own_that_dont_go_together_are_refused(
+    change: Callable[[Any], Any], reason: str, tmp_path: Path
+) -> None:
+    assert reason in refused("on_prem", tmp_path, change)
+
+
+def test_several_learner_machines_are_named_in_one_arm_of_the_marks(tmp_path: Path) -> None:
+    def two(tree: Any) -> None:
+        change_marks('*" 10.0.0.2 "*)', '*" 10.0.0.2 "*|*" 10.0.0.4 "*)')(tree)
+        tree["provider"]["worker_ips"].append("10.0.0.4")
+        tree["metadata"]["machines"]["learner"] = "2x8xH100-80G:1000G:96c"
+
+    cluster = read_cluster_file(written("on_prem", tmp_path, two))
+    assert cluster.most("GPU", "learner_node") == 16
+
+
+def test_marks_that_come_about_otherwise_are_not_judged_by_address(tmp_path: Path) -> None:
+    def own(tree: Any) -> None:
+        tree["setup_commands"][-1] = """~/marks {"learner_node": 1} {"rollout_node": 1}"""
+
+    assert read_cluster_file(written("on_prem", tmp_path, own)).warnings == ()
+
+
+def test_a_shared_folder_that_nothing_mounts_is_a_warning(tmp_path: Path) -> None:
+    cluster = read_cluster_file(written("azure", tmp_path, without("setup_commands", 1)))
+    (warning,) = cluster.warnings
+    assert "no command mounts `metadata.shared_dir: /shared`" in warning.as_text()
+
+
+def test_a_shared_folder_may_be_within_what_is_mounted(tmp_path: Path) -> None:
+    below = set_in("metadata", "shared_dir", to="/shared/team/")
+    cluster = read_cluster_file(written("azure", tmp_path, below))
+    assert (cluster.shared_dir, cluster.warnings) == ("/shared/team", ())
 
 
 @pytest.mark.parametrize(

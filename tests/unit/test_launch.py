@@ -11,18 +11,11 @@ import pytest
 import yaml
 
 from dapo_async.launch.__main__ import main
-from dapo_async.launch.plan import Words
-from tests.unit.launch_files import PROVIDERS, ROOT, filled
+from tests.unit.launch_files import CONFIG, PATHS, PROVIDERS, ROOT, Programs, filled, launch
 
 OWN = str(Path(sys.executable).parent / "{}").removeprefix(f"{ROOT}/")
 """A program of ours, as it is called in the checkout."""
 RAY = OWN.format("ray")
-CONFIG = ROOT / "configs" / "dapo_7b_async.yaml"
-PATHS = [
-    "model.path=/shared/m/Qwen2.5-7B",
-    "data.train=/shared/t.jsonl",
-    "data.eval=/shared/e.jsonl",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +24,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     token = tmp_path / "home" / ".ray" / "auth_token"
     token.parent.mkdir(parents=True)
     token.touch(mode=0o600)
+    token.write_text("0123456789abcdef")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("dapo_async.launch.__main__.SDK", {})
+    monkeypatch.setattr("dapo_async.launch.here.SDK", {})
     for tool in ("ssh", "rsync", "kubectl"):
         (tmp_path / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -42,7 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_launch_needs_here_is_a_warning_of_a_dry_run_and_refuses_a_real_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dapo_async.launch.__main__.SDK", {"aws": "no_such_module"})
+    monkeypatch.setattr("dapo_async.launch.here.SDK", {"aws": "no_such_module"})
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "rsync").unlink()
     for arguments, code, count in ((["--dry-run"], 0, 1), ([], 2, 0)):
@@ -51,35 +45,10 @@ def test_what_a_launch_needs_here_is_a_warning_of_a_dry_run_and_refuses_a_real_o
         text = said.out + said.err
         assert "rsync isn't installed here" in text and "ssh isn't" not in text
         assert "pip install --quiet boto3" in text
-        assert text.count("the other checks passed, nothing was started") == count
+        assert text.count("passed, with 2 warnings (`here`) that would stop a real") == count
     (tmp_path / "kubectl").unlink()
     code, ran = launch(tmp_path, str(CONFIG), *PATHS, name="kuberay")
     assert (code, ran) == (2, []) and "kubectl isn't installed" in capsys.readouterr().err
-
-
-class Programs:
-    """Stands for the programs: notes what is run, and answers."""
-
-    def __init__(self, state: str = "Job '{job}' succeeded", failing: str = "none") -> None:
-        self.ran: list[str] = []
-        self._state = state
-        self._failing = failing
-
-    def __call__(self, words: Words, catch: bool) -> tuple[int, str]:
-        line = shlex.join(words)
-        self.ran.append(line)
-        said = self._state.format(job=words[-1].split()[-1]) if catch else ""
-        return int(self._failing in line), said
-
-
-def launch(
-    folder: Path, *arguments: str, name: str = "aws", programs: Programs | None = None
-) -> tuple[int, list[str]]:
-    path = folder / f"{name}.yaml"
-    path.write_text(filled(name))
-    programs = programs or Programs()
-    code = main([str(path), *arguments], programs, folder / "launch")
-    return code, programs.ran
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -96,8 +65,8 @@ def test_a_dry_run_prints_every_command_and_runs_none_but_the_doctor(
     assert [shlex.split(line) for line in lines[start + 1 : -2]] == [
         [RAY, "up", str(cluster), "--yes", "--no-restart"],
         [RAY, "rsync-up", str(cluster), str(run), f"~/dapo-async/{run.name}"],
-        [RAY, "exec", str(cluster), f"cd ~/dapo-async && ray job submit {jobs} --submission-id "
-         f"{run.stem} --no-wait -- dapo-async train {run.name}"],
+        [RAY, "exec", str(cluster), f"ray job submit {jobs} --submission-id {run.stem} --no-wait "
+         f'-- dapo-async train "$HOME/dapo-async/{run.name}"'],
         [RAY, "exec", str(cluster), f"ray job logs {jobs} --follow {run.stem}"],
         [RAY, "exec", str(cluster), f"ray job status {jobs} {run.stem}"],
         [RAY, "down", str(cluster), "--yes"],
@@ -105,7 +74,7 @@ def test_a_dry_run_prints_every_command_and_runs_none_but_the_doctor(
     assert shlex.split(ran[0])[:3] == [OWN.format("dapo-async"), "doctor", str(run)]
     assert "8xH100-80G" in shlex.split(ran[0])[-1]
     assert lines[-1] == (
-        "dry run: all checks passed, nothing was started; what is below /shared was not looked at"
+        "dry run: all checks passed; nothing was started; what is in /shared was not looked at"
     )
 
 
@@ -146,7 +115,41 @@ def test_a_lost_connection_ends_neither_run_nor_cluster(
     for state in ("Status for job '{job}': RUNNING", ""):
         code, ran = launch(tmp_path, str(CONFIG), *PATHS, "--down", programs=Programs(state))
         assert code == 1 and not any("ray down" in line for line in ran)
-        assert f"To go on following: {RAY} exec" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "the run goes on, and the cluster stays up in spite of --down" in said
+        assert f"to follow it again: {RAY} exec" in said
+
+
+def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_stop_and_end_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, programs=Programs(ctrl_c="job logs"))
+    said = capsys.readouterr().err
+    assert code == 130 and "job logs" in ran[-1]
+    assert "no longer following: the run goes on\n" in said
+    assert "to follow it again:" in said and "job logs" in said
+    assert "to stop it:" in said and "ray job stop" in said
+    assert f"to end the cluster: {RAY} down" in said
+
+
+def test_ctrl_c_before_the_run_says_what_there_is_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, programs=Programs(ctrl_c="doctor"))
+    assert (code, len(ran)) == (130, 1)
+    assert "interrupted: nothing was started" in capsys.readouterr().err
+    code, ran = launch(tmp_path, str(CONFIG), *PATHS, programs=Programs(ctrl_c="ray up"))
+    assert code == 130 and "ray up" in ran[-1]
+    said = capsys.readouterr().err
+    assert "what was started is there" in said and "ray down" in said
+
+
+def test_ctrl_c_while_the_cluster_ends_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = Programs(ctrl_c="ray down")
+    assert launch(tmp_path, str(CONFIG), *PATHS, "--down", programs=programs)[0] == 1
+    assert "the cluster may still be up" in capsys.readouterr().err
 
 
 def test_a_command_that_fails_stops_the_launch(
@@ -184,16 +187,69 @@ def test_rays_token_is_made_for_this_user_only_and_refused_when_others_can_read_
     assert "ray up" in ran[2]
 
 
+def test_an_empty_token_is_refused(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / ".ray" / "auth_token").write_text("\n")
+    assert launch(tmp_path, str(CONFIG), *PATHS)[0] == 2
+    assert "is empty, no token: remove it" in capsys.readouterr().err
+
+
+def test_keys_and_folders_that_are_to_be_copied_must_be_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    for old, new, missing in (
+        (str(ROOT / "LICENSE"), "~/.ssh/no_key", "`auth.ssh_private_key: ~/.ssh/no_key` isn't"),
+        ("/scripts: scripts", "/x: scrips", "`file_mounts: ~/dapo-async/x: scrips` isn't here"),
+    ):
+        path.write_text(filled("on_prem").replace(old, new))
+        arguments = [str(path), str(CONFIG), *PATHS]
+        assert main(arguments, Programs(), tmp_path / "launch") == 2
+        assert missing in capsys.readouterr().err
+        assert main([*arguments, "--dry-run"], Programs(), tmp_path / "launch") == 0
+        said = capsys.readouterr().out
+        assert missing in said and "passed, with a warning (`here`) that would stop" in said
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_files_in_the_wrong_order_are_told_apart(
+    swapped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "aws.yaml"
+    path.write_text(filled("aws"))
+    arguments = [str(CONFIG), str(path)] if swapped else [str(path), str(path)]
+    assert main(arguments, Programs(), tmp_path / "launch") == 2
+    said = capsys.readouterr().err
+    what = "the config of a run, not a cluster's file" if swapped else "a cluster's file, not the"
+    assert f"looks like {what}" in said and "the order is CLUSTER CONFIG" in said
+
+
+def test_a_cluster_file_that_cant_be_read_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "none.yaml"
+    assert main([str(path), str(CONFIG)], Programs(), tmp_path / "launch") == 2
+    assert capsys.readouterr().err.count(str(path)) == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (["model.path=models/x"], "`model.path: models/x` must be an absolute path"),
-        (["run.dir=/home/me/runs"], "`run.dir: /home/me/runs` must be below /shared"),
+        (["run.dir=/home/me/runs"], "`run.dir: /home/me/runs` must be below /shared, `run.dir=/sh"),
+        (["run.dir=/shared/../x"], "`run.dir: /shared/../x` must be below /shared"),
+        (["learner.deepspeed=ds.json"], "`learner.deepspeed: ds.json` must be an absolute path"),
         (["ray.rollout_resource=fast"], "`ray.rollout_resource: fast` is offered by no node type"),
         (["rollout.workers=40"], "takes 40 GPUs; nodes with rollout_node have 32 at most"),
         (["learner.ranks=16"], "`learner.ranks` takes 16 GPUs; nodes with learner_node have 8"),
-        (["ray.address=1.2.3.4:6379"], "`ray.address: 1.2.3.4:6379` must be auto"),
-        (["weights.transport=shared_memory"], "keeps all of a run on one node"),
+        (["ray.address=1.2.3.4:6379"], "`ray.address: 1.2.3.4:6379` can't run on a cluster: leave"),
+        (["ray.address=local"], "`ray.address: local` can't run on a cluster: leave it out"),
+        (
+            ["weights.transport=shared_memory"],
+            "this cluster has separate nodes for learner and rol",
+        ),
+        (["weights.transport=shared_memory"], "set `weights.transport=relay`"),
         (["learner.colour=red"], "learner.colour: unknown key"),
     ],
 )
@@ -203,21 +259,3 @@ def test_a_config_that_the_cluster_cant_run_is_refused_before_anything_starts(
     code, ran = launch(tmp_path, str(CONFIG), *PATHS, *overrides)
     assert (code, ran) == (2, [])
     assert reason in capsys.readouterr().err
-
-
-def test_a_rayjob_is_created_followed_and_deleted(tmp_path: Path) -> None:
-    programs = Programs("SUCCEEDED")
-    arguments = [str(CONFIG), *PATHS, "--down", "--resume", "auto"]
-    code, ran = launch(tmp_path, *arguments, name="kuberay", programs=programs)
-    assert code == 0
-    assert [line.split()[1] for line in ran[1:]] == [
-        *("apply", "apply", "create", "wait", "logs", "get", "delete")
-    ]
-    others, config, job = (yaml.safe_load(Path(line.split()[-1]).read_text()) for line in ran[1:4])
-    assert [item["kind"] for item in others["items"]] == ["NetworkPolicy"]
-    assert config["metadata"]["name"] == "dapo-async-run"
-    assert yaml.safe_load(config["data"]["run.yaml"])["ray"]["learner_resource"] == "learner_node"
-    assert job["kind"] == "RayJob"
-    assert job["spec"]["entrypoint"] == "dapo-async train /run-config/run.yaml --resume auto"
-    volumes = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
-    assert {"name": "run-config", "configMap": {"name": "dapo-async-run"}} in volumes
