@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,7 +26,11 @@ app = typer.Typer(
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Dotted overrides: learner.lr=3e-4 trainer.steps=10")
+    list[str] | None,
+    typer.Argument(
+        help="Dotted overrides: learner.lr=3e-4 trainer.steps=10; a list or mapping in quotes: "
+        "'rollout.engine_urls=\\[http://a:1, http://b:1]'"
+    ),
 ]
 
 
@@ -48,14 +53,28 @@ def train(
     resolved = configs.load(config, overrides or [])
     if dry_run:
         typer.echo(configs.dump(resolved), nl=False)
-        if resolved.rollout.engine == "sglang" and resolved.rollout.engine_urls is None:
-            from dapo_async import app as application
-
-            application.check_engine(resolved)
+        _ask_engine(resolved)
         return
     from dapo_async import app as application
 
     raise typer.Exit(application.train(resolved, resume))
+
+
+def _ask_engine(config: configs.Config) -> None:
+    """Have SGLang check its arguments, where it is installed: a config may be for other machines.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    if config.rollout.engine != "sglang" or config.rollout.engine_urls is not None:
+        return
+    if importlib.util.find_spec("sglang") is None:
+        said = "SGLang's own arguments were not checked: it isn't installed here"
+        typer.echo(f"warn  engine: {said} (scripts/setup sglang)", err=True)
+        return
+    from dapo_async import app as application
+
+    application.check_engine(config)
 
 
 @app.command()
@@ -68,7 +87,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="SHAPE|FILE",
-            help="Judge by these machines instead of what is here: 4x8xH100-80G:1800G, or YAML.",
+            help="Judge by these machines instead of what is here: 4x8xH100-80G:1800G, with marks "
+            "8xH100-80G@learner_node + 8xH100-80G@rollout_node, or a YAML file with `nodes:`.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,

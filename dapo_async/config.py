@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dapo_async.config_files import apply_override, problems, read_tree
 from dapo_async.errors import ConfigError
@@ -105,10 +105,19 @@ def _check_schedule(
             raise ValueError(f"`{name}: {value:g}` must be a whole number")
 
 
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(
+            f"{name!r}: must be of letters, digits, `.`, `_` and `-`, begin with a letter or digit "
+            "and have 100 characters at most: it names a folder"
+        )
+    return name
+
+
 class RunConfig(Section):
     """Where a run lives and what makes it repeatable."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    name: Annotated[str, AfterValidator(_check_name)]
     """Names the folder `dir/name`; letters, digits, `.`, `_` and `-`."""
     dir: str = "runs"
     """Parent folder of all runs."""
@@ -203,11 +212,17 @@ OWNED_ENGINE_ARGS: Mapping[str, str] = {
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["torch", "sglang"] = "torch"
-    """`torch`: the embedded engine. `sglang`: SGLang servers. `auto`, the default, is replaced when
-    the config is read: sglang where a GPU and the package are, else torch."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where engines compute; left out, it is cuda where there is a GPU and the engine is sglang."""
+    engine: Literal["torch", "sglang"] = Field(
+        default="torch",
+        json_schema_extra={"written": ["auto", "torch", "sglang"], "left_out": "auto"},
+    )
+    """`torch`: the embedded engine. `sglang`: SGLang servers. `auto` is replaced when the config is
+    read: sglang where a GPU and the package are, or `engine_urls`, else torch."""
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", json_schema_extra={"left_out": "by the engine"}
+    )
+    """Where engines compute; left out, it is cuda with SGLang of our own where there is a GPU that
+    it can use, else cpu."""
     workers: Count = 1
     """Rollout workers: processes with one engine each."""
     slots: Count = 64
@@ -919,6 +934,14 @@ def warnings(config: Config) -> list[str]:
     return found
 
 
+WHOLE_SCHEDULES = (
+    ("rollout", "group_size"),
+    ("rollout", "max_response_length"),
+    ("overlong", "buffer"),
+    ("trainer", "groups_per_step"),
+)
+"""Those of whole numbers (`_check_schedule`)."""
+
 # ---- reading ---------------------------------------------------------------------------------
 
 
@@ -944,7 +967,9 @@ def validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(_with_engine(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(["the configuration is refused:", *problems(error)])) from None
+        raise ConfigError(
+            "\n".join(["the configuration is refused:", *problems(error, Config)])
+        ) from None
 
 
 def _with_engine(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -977,8 +1002,19 @@ def _sglang_on_gpu() -> bool:
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that `load` reads back to an equal config."""
     tree = config.model_dump(mode="json")
+    for section, key in WHOLE_SCHEDULES:
+        fields: dict[str, Any] = tree[section] or {}
+        fields[key] = _as_whole(fields.get(key))
     _drop_ignored(config, tree)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _as_whole(schedule: Any) -> Any:
+    """Plain data of a schedule that counts whole things, without `.0`."""
+    if isinstance(schedule, list):
+        stages = cast(list[dict[str, Any]], schedule)
+        return [stage | {"value": int(stage["value"])} for stage in stages]
+    return int(schedule) if isinstance(schedule, float) else schedule
 
 
 def _drop_ignored(config: Section, tree: dict[str, Any]) -> None:

@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from dapo_async.config_messages import SCHEDULE_ARMS, rule_in_words, unknown_key
 from dapo_async.errors import ConfigError
 
 Tree = dict[str, Any]
+Place = tuple[int | str, ...]
+"""Where pydantic found something, the forms that it tried included."""
 
 
 def read_tree(path: Path, heirs: tuple[Path, ...] = (), what: str = "config file") -> Tree:
@@ -88,43 +93,58 @@ def apply_override(tree: Tree, override: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """JSON where it is JSON (numbers, true, null, lists), else text."""
+    """JSON where it is JSON (numbers, true, null, lists); a list or mapping as in a YAML file, for
+    shells take quotes away (`[http://a:1, http://b:1]`, `{start: 1.0, end: 1.1}`); else text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return text
+        pass
+    if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
+        with contextlib.suppress(yaml.YAMLError, ValueError):  # of a date that there isn't
+            return yaml.safe_load(text)
+    return text
 
 
-def problems(error: ValidationError) -> list[str]:
-    """What pydantic refused, one line each: field, value and rule."""
+def problems(error: ValidationError, root: type[BaseModel] | None = None) -> list[str]:
+    """What pydantic refused, one line each: field, value and rule.
+
+    Args:
+        root: what was to be validated: unknown keys then get the nearest known one.
+    """
+    found = error.errors()
+    places = [problem["loc"] for problem in found]
     lines: list[str] = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"] if part not in _UNION_ARMS)
-        message = problem["msg"].removeprefix("Value error, ")
-        value = problem.get("input")
+    for problem in found:
+        place, value = problem["loc"], problem.get("input")
+        path = [part for part in place if part not in _UNION_ARMS]
+        where = ".".join(map(str, path))
+        schedule = _is_form_of_schedule(place, places)
+        if schedule and any(_is_below(place[:-1], one) for one in places):
+            continue  # it has one of the forms, and something in it is wrong
         if problem["type"] == "extra_forbidden":
-            message = f"unknown key (value {value!r})"
+            message = unknown_key(root, path, value)
         elif problem["type"] == "missing":
             message = "is required"
-        elif problem["type"] != "value_error":
-            message = f"{value!r}: {message}"
-            if isinstance(value, str) and _is_number(value) and "e" in value.lower():
-                message += (
-                    f" — {value} is text here; YAML 1.1 reads numbers like 1e-6 as text, "
-                    "write 1.0e-6 without quotes"
-                )
+        elif problem["type"] == "value_error":
+            message = problem["msg"].removeprefix("Value error, ")
+        else:
+            message = rule_in_words(where, problem["type"], problem["msg"], value, schedule)
         line = f"  {where}: {message}" if where else f"  {message}"
         if line not in lines:
             lines.append(line)
     return lines
 
 
-_UNION_ARMS = {"float", "Ramp", "list[Stage]", "int"}
+_UNION_ARMS = SCHEDULE_ARMS | {"int"}
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _is_form_of_schedule(place: Place, places: Sequence[Place]) -> bool:
+    """A value was tried as a number, a ramp and stages, and this is one of the three."""
+    ramp = (*place[:-1], "Ramp")
+    form = place[-1] if place else ""
+    return form in SCHEDULE_ARMS and any(one[: len(ramp)] == ramp for one in places)
+
+
+def _is_below(field: Place, place: Place) -> bool:
+    """In one of the forms of a field's value."""
+    return len(place) > len(field) + 1 and place[: len(field)] == field

@@ -95,11 +95,8 @@ def judge(config: Config, cluster: Cluster | None, here: bool) -> list[Finding]:
         return findings
     seats = seat(config, ranks, workers, cluster)
     if not seats:  # memory is judged all the same: both may be wrong
-        ray = config.ray
-        homes, serving = (
-            cluster.offering(ray.learner_resource),
-            cluster.offering(ray.rollout_resource),
-        )
+        homes = cluster.offering(config.ray.learner_resource)
+        serving = cluster.offering(config.ray.rollout_resource)
         return [
             *findings,
             *fit.check_learner(config, model, _smallest_gpu(homes)),

@@ -77,12 +77,22 @@ def _table(section: type[BaseModel]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if left_out := _written(field).get("left_out"):  # decided when a config is read
+        return f"`{left_out}`" if left_out in _written(field).get("written", ()) else str(left_out)
     value = field.get_default(call_default_factory=True)
     assert value is not PydanticUndefined
     return f"`{json.dumps(value)}`"
 
 
+def _written(field: FieldInfo) -> dict[str, Any]:
+    """What a file may say where that isn't what the config then holds."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
 def _kind(field: FieldInfo) -> str:
+    if written := _written(field).get("written"):
+        return ", ".join(f"`{value}`" for value in written)
     bounds = _bounds(field.metadata)
     return _type(field.annotation) + (f" {bounds}" if bounds else "")
 

@@ -7,8 +7,8 @@ A shape in words is kinds of nodes joined by `+`, each
     [COUNT x] cpu [: MEMORYG] [: CPUSc] [@MARK …]                    cpu:24G:2c@learner_node
 
 where G is 10⁹ bytes. What isn't said isn't judged. A mark is a custom resource that the nodes offer
-to Ray (`ray.learner_resource`, `ray.rollout_resource`): a shape without any says nothing about them,
-and in one with a mark a kind without one offers none. A YAML file has the same and more under
+to Ray (`ray.learner_resource`, `ray.rollout_resource`): a shape without any says nothing about
+them, and in one with a mark a kind without one offers none. A YAML file has the same and more under
 `nodes`, see `NodeKind`.
 """
 

@@ -110,9 +110,10 @@ def check_engine(config: Config, model: ModelShape, node: NodeKind | None) -> li
         return [Finding("warn", "engine memory", "not judged", rule)]
     need = memory.engine_memory(rollout, model, gpu_bytes, memory.item_bytes(config.learner))
     longest = memory.longest_sample(config)
+    parts = _parts({"weights": need.weights, "KV": need.kv})
     found = (
-        f"of a GPU's {size_text(gpu_bytes)} ({node.name}): {_parts({'weights': need.weights, 'KV': need.kv})}, "
-        f"outside of it {size_text(need.rest)}; room for {need.tokens:,.0f} tokens, "
+        f"of a GPU's {size_text(gpu_bytes)} ({node.name}): {parts}, outside of it "
+        f"{size_text(need.rest)}; room for {need.tokens:,.0f} tokens, "
         f"{need.tokens / longest:.1f} full samples of {longest:,}"
     )
     change = (

@@ -169,7 +169,7 @@ def _asked(demand: Demand) -> str:
 
 def _fits(demand: Demand, grows: bool) -> Finding:
     found = f"{_asked(demand)} fit {demand.cluster.name}"
-    most = demand.config.rollout.most_workers
+    most = demand.config.rollout.max_workers or len(demand.workers)
     room = most if grows or demand.together else demand.most_room()[0]
     if room >= most:
         return Finding("ok", "placement", found)

@@ -46,7 +46,8 @@ def check_versions(config: Config, found: Mapping[str, str], here: bool = True) 
     """
     shown = ", ".join(f"{name} {found[name]}" for name in ("python", *SHOWN) if name in found)
     bad = [*_undeclared(config, found, here), *(_known(config, found) if here else [])]
-    return bad or [Finding("ok", "versions", shown)]
+    whose = "" if here else "this machine's, others may have other ones: "
+    return bad or [Finding("ok", "versions", f"{whose}{shown}")]
 
 
 def _undeclared(config: Config, found: Mapping[str, str], here: bool) -> list[Finding]:

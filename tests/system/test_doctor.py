@@ -50,7 +50,7 @@ def examine(nodes: Nodes, config: str) -> tuple[int, dict[str, list[dict[str, st
 def test_a_joined_cluster_is_judged_by_its_nodes_and_their_network(
     cluster: Nodes, tiny: Path, tmp_path: Path
 ) -> None:
-    cluster.ask("add 1")
+    cluster.ask("add 1 rollout_node")
     sections: dict[str, Any] = {
         "ray": {"address": cluster.address},
         "weights": {"transport": "relay"},
@@ -66,3 +66,9 @@ def test_a_joined_cluster_is_judged_by_its_nodes_and_their_network(
     code, found = examine(cluster, write(tmp_path / "large.yaml", tree))
     assert code == 2
     assert found["placement"][0]["level"] == "fail"
+
+    tree["rollout"]["workers"] = 2  # there is room, but only one CPU of it where workers may be
+    tree["ray"]["rollout_resource"] = "rollout_node"
+    code, found = examine(cluster, write(tmp_path / "marked.yaml", tree))
+    assert code == 2
+    assert "@rollout_node has 1 CPUs left, room for 1 of 2" in found["placement"][0]["found"]

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from dapo_async import cli
 from dapo_async import config as configs
 from dapo_async.config import Config, Ramp, Stage, at
 from dapo_async.errors import ConfigError
@@ -69,10 +71,20 @@ def test_the_minimal_config_has_the_papers_defaults() -> None:
         ({"learner__lr": 0.0}, ["learner.lr", "greater than 0"]),
         ({"learner__lr": float("nan")}, ["learner.lr", "finite"]),
         ({"learner__typo": 1}, ["learner.typo", "unknown key"]),
-        ({"nosuch__field": 1}, ["nosuch", "unknown key"]),
-        ({"filter__enabled": "true"}, ["filter.enabled", "'true'", "boolean"]),
-        ({"rollout__workers": 1.5}, ["rollout.workers", "1.5", "integer"]),
-        ({"rollout__workers": "3"}, ["rollout.workers", "'3'", "integer"]),
+        ({"nosuch__field": 1}, ["nosuch", "unknown section"]),
+        ({"filter__enabled": "true"}, ["filter.enabled", "'true'", "must be true or false"]),
+        ({"rollout__workers": 1.5}, ["rollout.workers", "1.5", "must be a whole number"]),
+        ({"rollout__workers": "3"}, ["rollout.workers", "'3'", "without quotes it is a number"]),
+        ({"rollout__workers": "four"}, ["rollout.workers: 'four': must be a whole number"]),
+        ({"data__prompt_key": 3}, ["data.prompt_key: 3: must be text", "'data.prompt_key=\"3\"'"]),
+        (
+            {"rollout__engine_urls": "http://a:1"},
+            ["must be a list", "'rollout.engine_urls=[a,b]'", '["a","b"]'],
+        ),
+        (
+            {"rollout__group_size": "many"},
+            ["'many': must be a number, a ramp {start, end, steps} or stages"],
+        ),
         ({"rollout__group_size": 1}, ["rollout.group_size", "1", "≥ 2"]),
         ({"rollout__temperature": 0.0}, ["temperature", "0", "≥"]),
         ({"rollout__top_k": 0}, ["top_k", "0", "-1"]),
@@ -178,6 +190,7 @@ def test_the_minimal_config_has_the_papers_defaults() -> None:
         ({"eval__every": 5}, ["every", "ignored", "data.eval"]),
         ({"run__name": "../../x"}, ["run.name", "'../../x'"]),
         ({"run__name": "a\nb"}, ["run.name"]),
+        ({"run__name": "my run"}, ["run.name: 'my run'", "letters, digits, `.`, `_` and `-`"]),
         ({"trainer__groups_per_step": [{"from_step": 2, "value": 1.0}]}, ["groups_per_step", "0"]),
         ({"trainer__groups_per_step": 2.5}, ["groups_per_step", "2.5", "whole"]),
     ],
@@ -191,6 +204,43 @@ def test_bad_values_are_refused_with_field_value_and_rule(
     for word in words:
         assert word in str(refused.value)
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "meant"),
+    [
+        ({"learner__rank": 4}, "`learner.ranks`"),
+        ({"rollout__tempratur": 1.0}, "`rollout.temperature`"),
+        ({"learner__workers": 4}, "`rollout.workers`"),  # that very key, in another section
+        ({"learner__every": 4}, "`eval.every` or `checkpoint.every`"),
+        ({"rolout__workers": 4}, "`rollout`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_an_unknown_key_gets_the_one_that_is_likely_meant(
+    values: dict[str, Any], meant: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configs.validate(with_values(**values))
+    assert f"did you mean {meant}?" in str(refused.value)
+
+
+def test_a_key_of_no_likeness_gets_no_advice() -> None:
+    with pytest.raises(ConfigError) as refused:
+        configs.validate(with_values(learner__zzzz=1))
+    assert "learner.zzzz: unknown key (value 1)" in str(refused.value)
+    assert "did you mean" not in str(refused.value)
+
+
+def test_of_a_schedule_only_what_is_wrong_in_it_is_told() -> None:
+    stages = [{"from_step": 0, "valeu": 8}]
+    with pytest.raises(ConfigError) as refused:
+        configs.validate(with_values(rollout__group_size=stages))
+    lines = str(refused.value).splitlines()[1:]
+    assert lines == [
+        "  rollout.group_size.0.value: is required",
+        "  rollout.group_size.0.valeu: unknown key (value 8)",
+    ]
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -265,6 +315,41 @@ def test_overrides_set_nested_values_and_read_numbers(tmp_path: Path) -> None:
     assert config.learner.lr == 3e-4
     assert config.rollout.deterministic is True
     assert (config.run.name, config.data.eval) == ("other", "e.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("rollout.engine_urls=[http://10.0.0.5:30000]", ["http://10.0.0.5:30000"]),
+        ("rollout.engine_urls=[http://a:1, http://b:2]", ["http://a:1", "http://b:2"]),
+        ('rollout.engine_urls=["http://a:1","http://b:2"]', ["http://a:1", "http://b:2"]),
+        ("rollout.stop_strings=[</answer>]", ["</answer>"]),
+        ("rollout.temperature={start: 1.0, end: 1.1, steps: 2}", Ramp(start=1, end=1.1, steps=2)),
+        ('data.prompt_suffix="[/INST]"', "[/INST]"),
+        ("data.answer_pattern=[0-9]+", "[0-9]+"),
+    ],
+)
+def test_a_list_or_mapping_is_written_on_the_command_line_as_in_a_file(
+    tmp_path: Path, override: str, value: object
+) -> None:
+    tree = with_values(rollout__engine="sglang")
+    config = configs.load(write(tmp_path / "c.yaml", tree), [override])
+    section, key = override.partition("=")[0].split(".")
+    assert getattr(getattr(config, section), key) == value
+
+
+def test_text_that_looks_like_a_list_is_told_its_quotes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"""'data\.prompt_suffix="\[/INST\]"'"""):
+        configs.load(write(tmp_path / "c.yaml", MINIMAL), ["data.prompt_suffix=[/INST]"])
+
+
+def test_a_dump_counts_whole_things_in_whole_numbers() -> None:
+    stages = [{"from_step": 0, "value": 8.0}, {"from_step": 9, "value": 16.0}]
+    tree = with_values(rollout__group_size=stages, rollout__temperature=1.0, overlong__buffer=64)
+    text = configs.dump(configs.validate(tree))
+    assert "max_response_length: 1024\n" in text and "groups_per_step: 32\n" in text
+    assert "value: 16\n" in text and "buffer: 64\n" in text
+    assert "temperature: 1.0\n" in text, "a share or a rate keeps its point"
 
 
 @pytest.mark.parametrize("override", ["learner.lr", "=3", "learner..lr=3", "run.name.x=1"])
@@ -364,3 +449,8 @@ def test_reading_a_config_imports_nothing_heavy() -> None:
         timeout=60,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_help_of_train_shows_how_a_list_is_written() -> None:
+    done = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "200"})
+    assert "'rollout.engine_urls=[http://a:1, http://b:1]'" in " ".join(done.output.split())

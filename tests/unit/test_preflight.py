@@ -293,6 +293,7 @@ def test_ports_that_others_have_are_named(setup: Setup, monkeypatch: pytest.Monk
     [
         ("transformers", "4.57.1", {}, "the project needs transformers>=5.0"),
         ("deepspeed", None, {}, "deepspeed isn't installed"),
+        ("sglang", None, {"engine": "sglang"}, "sglang isn't installed"),
         ("torchvision", "0.24.0", {"engine": "sglang"}, "torchvision 0.16.2 only"),
         ("python", "3.12.4", {"engine": "sglang"}, "exists for Python 3.11"),
     ],
@@ -383,6 +384,51 @@ def test_a_cluster_that_can_not_be_read_is_refused_with_what_one_looks_like(
 ) -> None:
     (found,) = setup.examine(shape)
     assert found.level == "fail" and shape in found.found
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("8xH100-80GB", "memory is written 80G, not `80GB`. It must look like"),
+        ("2x8xH100-80G:1.8TB", "not `1.8TB`"),
+        ("2x8xH100:1000G", "`2x8xH100` lacks the GPU's memory: -80G"),
+        ("8xH100-80G@a + 8xA10", "`8xA10` lacks the GPU's memory"),
+    ],
+)
+def test_what_is_likely_wrong_with_a_shape_is_told(setup: Setup, shape: str, words: str) -> None:
+    (found,) = setup.examine(shape)
+    assert words in found.found
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "on_prem.yaml", "kuberay.yaml"])
+def test_a_file_for_launch_is_no_cluster_file_and_told_whose_it_is(setup: Setup, name: str) -> None:
+    path = str(Path(__file__).parents[2] / "configs" / "cluster" / name)
+    (found,) = setup.examine(path)
+    assert f"{path} is a file for scripts/launch" in found.found
+    assert "a YAML file with `nodes:`" in found.found
+    assert f"scripts/launch {path} CONFIG --dry-run" in found.found
+
+
+def test_a_runs_config_is_no_cluster_file(setup: Setup) -> None:
+    (found,) = setup.examine(str(setup.write()))
+    assert "looks like the config of a run" in found.found
+
+
+def test_a_missing_cluster_file_is_called_one(setup: Setup) -> None:
+    (found,) = setup.examine("nope.yaml")
+    assert found.found == "cannot read the cluster file nope.yaml: No such file or directory"
+
+
+def test_an_unknown_key_of_a_cluster_file_gets_the_nearest(setup: Setup) -> None:
+    (found,) = setup.examine(setup.machines(gpu=1))
+    assert "nodes.0.gpu: 1: must be text" in found.found
+    (found,) = setup.examine(setup.machines(gpu_memory=80))
+    assert "did you mean `nodes.0.gpu_memory_gb`?" in found.found
+
+
+def test_versions_beside_a_shape_are_called_this_machines(setup: Setup) -> None:
+    (found,) = [one for one in setup.examine("cpu:24G:2c") if one.check == "versions"]
+    assert found.level == "ok" and found.found.startswith("this machine's, ")
 
 
 def test_train_refuses_what_the_doctor_fails_in_the_same_words_before_it_reads_anything(

@@ -15,6 +15,7 @@ from dapo_async.errors import ConfigError
 from dapo_async.preflight import memory
 from dapo_async.preflight.cluster import Cluster, read_cluster
 from dapo_async.preflight.findings import Finding
+from dapo_async.preflight.fit import check_learner
 from dapo_async.preflight.memory import (
     alternatives,
     embedded_engine,
@@ -199,6 +200,17 @@ def test_each_way_to_save_memory_saves_some_and_all_together_fit_a_small_gpu() -
     # Offload comes last: it costs most.
     offloads = ["offload" in changes for changes, _ in found]
     assert offloads == sorted(offloads) and any(offloads)
+
+
+def test_every_legal_cut_of_a_sequence_is_among_the_options() -> None:
+    run = gpu_run("dapo_7b_async.yaml")  # 8 ranks, cut over 4 now
+    assert memory.legal_cuts(run.learner, qwen("7B")) == [1, 2, 4]
+    assert memory.legal_cuts(run.learner, qwen("14B")) == [1, 2, 4, 8]
+    node = read_cluster("8xH100-80G").nodes[0]
+    (shown,) = [f for f in check_learner(run, qwen("7B"), node) if f.check == "learner options"]
+    assert "sequence_parallel_size 1 " in shown.found and ", 4 (now) " in shown.found
+    shorter = [c for c, _ in alternatives(run, qwen("7B")) if "sequence_parallel_size" in c]
+    assert shorter == [], "a shorter cut saves no memory"
 
 
 # ---- engines -----------------------------------------------------------------------------------

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from typer.testing import CliRunner
 
-from dapo_async import cli
+from actors import sglang_process
+from actors.sglang_process import CHECK_S, server_arguments, server_environment
+from dapo_async import app, cli
 from dapo_async import config as configs
-from dapo_async.config import values
+from dapo_async.config import Config, values
 from dapo_async.errors import ConfigError
 from learner.trainer import Trainer
 
@@ -25,14 +32,73 @@ GPU_PRESETS = {"gpu_single_node.yaml": 8, "dapo_qwen2.5_32b.yaml": 64}
 """And the GPUs that each asks for."""
 
 
+def dry_run(name: str, *overrides: str) -> Any:
+    return CliRunner().invoke(cli.app, ["train", str(CONFIGS / name), "--dry-run", *overrides])
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_passes_its_dry_run_without_model_data_or_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[Config] = []
+    monkeypatch.setattr(app, "check_engine", asked.append)  # SGLang's answers: below, all at once
     monkeypatch.chdir(tmp_path)  # no model, no data here
-    done = CliRunner().invoke(cli.app, ["train", str(CONFIGS / name), "--dry-run"])
+    done = dry_run(name)
     assert done.exit_code == 0, done.output
-    assert configs.validate(yaml.safe_load(done.stdout)) == configs.load(CONFIGS / name)
+    config = configs.load(CONFIGS / name)
+    assert configs.validate(yaml.safe_load(done.stdout)) == config
+    assert asked == ([config] if config.rollout.engine == "sglang" else [])
+
+
+def test_sglang_accepts_the_arguments_of_every_shipped_config(tmp_path: Path) -> None:
+    """One process asks about all: importing SGLang takes most of the time."""
+    loaded = {name: configs.load(CONFIGS / name) for name in SHIPPED}
+    served = {name: one for name, one in loaded.items() if one.rollout.engine == "sglang"}
+    assert len(served) >= 10 and {one.rollout.device for one in served.values()} == {"cuda"}
+    args = {name: server_arguments(config) for name, config in served.items()}
+    wrong = dict(next(iter(args.values())), chunked_prefill_sise=1)
+    program = (
+        "import json, sys; from actors.sglang_server import problems; "
+        "asked = json.load(sys.stdin); "
+        "found = {name: problems(args, stand_in=True) for name, args in asked.items()}; "
+        "open(sys.argv[1], 'w').write(json.dumps(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "found.json")],
+        input=json.dumps(args | {"wrong": wrong}),
+        capture_output=True,
+        text=True,
+        timeout=CHECK_S,
+        check=False,
+        cwd=tmp_path,  # no model here
+        env=server_environment(on_cpu=False),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "chunked_prefill_size" in found.pop("wrong")[0], "the check itself works"
+    assert found == {name: [] for name in served}
+
+
+def test_what_sglang_refuses_a_dry_run_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(config: Config) -> None:
+        raise ConfigError(f"SGLang refuses {config.rollout.engine_args}")
+
+    monkeypatch.setattr(sglang_process, "check_arguments", refuses)
+    done = dry_run("gpu_single_node.yaml", "rollout.engine_args={chunked_prefill_sise: 1}")
+    assert isinstance(done.exception, ConfigError)
+    assert "chunked_prefill_sise" in str(done.exception)
+
+
+def test_where_sglang_is_not_installed_a_dry_run_warns_and_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = dry_run("gpu_single_node.yaml")
+    assert done.exit_code == 0
+    assert configs.validate(yaml.safe_load(done.stdout)).run.name == "gpu_single_node"
+    assert "SGLang's own arguments were not checked: it isn't installed here" in done.stderr
+    assert "scripts/setup sglang" in done.stderr
+    assert dry_run("quickstart.yaml", "rollout.engine=torch").stderr == ""
 
 
 @pytest.mark.parametrize(("name", "gpus"), GPU_PRESETS.items())

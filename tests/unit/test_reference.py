@@ -28,6 +28,12 @@ def test_the_reference_is_what_the_code_says() -> None:
         assert path.read_text(encoding="utf-8") == content, "run: python scripts/reference.py"
 
 
+def test_what_a_config_holds_only_once_it_is_read_is_shown_as_it_is_written() -> None:
+    page = generator().pages()["config.md"]
+    assert "| `engine` | `auto`, `torch`, `sglang` | `auto` |" in page
+    assert "| `device` | `cpu`, `cuda` | by the engine |" in page
+
+
 def test_every_metric_is_in_it() -> None:
     page = generator().pages()["metrics.md"]
     assert [name for name in METRICS if f"| `{name}` |" not in page] == []
