@@ -31,6 +31,7 @@ from dapo_async.owned_folders import OUTSIDE
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs sglang"),
 ]
 

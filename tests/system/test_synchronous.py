@@ -26,7 +26,7 @@ from dapo_async.types import Batch, DrawId, Group, GroupMeta, LeaseId, Trajector
 from tests.system.conftest import tiny_run
 from tests.system.plain_torch import Work, distance, reference
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.long]
 
 
 def deterministic_run(tiny: Path, folder: Path, name: str = "sync", **learner: Any) -> Config:
