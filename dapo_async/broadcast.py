@@ -83,6 +83,8 @@ class Broadcast:
         wanted = self.published - (0 if final else self._config.delay)
         if wanted <= 0:
             return 0
+        if wanted in self._manifests:
+            return wanted
         return min(version for version in self._manifests if version >= wanted)
 
     async def publish_if(self, due: Due, version: int, group: asyncio.TaskGroup) -> float:

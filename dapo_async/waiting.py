@@ -29,17 +29,24 @@ class News:
     """
 
     def __init__(self) -> None:
-        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self) -> None:
         """Whoever waits now looks again, in the order in which they came."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():  # its task was cancelled
+                one.set_result(None)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until this holds, looking whenever somebody tells; at once if it does already."""
         while not holds():
-            await self._changed.wait()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            one: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append(one)
+            await one
 
 
 async def until_one_fails(*loops: Coroutine[Any, Any, None]) -> NoReturn:
