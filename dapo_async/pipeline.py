@@ -206,7 +206,6 @@ class Pipeline:
         """Told when a worker may have become one that an evaluation can hold: not `news`, which
         would wake every worker whenever one of them is updated."""
         self._last_progress = 0.0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._update_turns = asyncio.Semaphore(max(1, len(workers) - 1))
 
     # ---- the run -------------------------------------------------------------------------------
@@ -882,10 +881,7 @@ class Pipeline:
         self._groups_changed.set()
 
     def _now(self) -> float:
-        # Asking for the running loop is a system call each time (getpid, up to Python 3.11).
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop.time()
+        return asyncio.get_running_loop().time()
 
 
 async def _awaited(rest: Awaitable[None]) -> None:

@@ -30,7 +30,6 @@ class News:
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self) -> None:
         """Whoever waits now looks again, in the order in which they came."""
@@ -42,9 +41,7 @@ class News:
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until this holds, looking whenever somebody tells; at once if it does already."""
         while not holds():
-            if self._loop is None:
-                self._loop = asyncio.get_running_loop()
-            one: asyncio.Future[None] = self._loop.create_future()
+            one: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(one)
             await one
 

@@ -70,11 +70,7 @@ class FluidEngine:
         """Until then it prefills and nothing decodes; for ever while it is paused."""
         self._prefill_left = 0.0
         """Seconds of prefill that a pause has cut off."""
-        self._end_at = inf
-        """When the next group ends as things stand."""
         self._timer: asyncio.TimerHandle | None = None
-        """Not later than `_end_at`: most changes only put that off, and a timer that comes early
-        costs less than one that is set anew with each of them."""
 
     # ---- groups --------------------------------------------------------------------------------
 
@@ -168,29 +164,20 @@ class FluidEngine:
         return stay
 
     def _rearm(self) -> None:
-        """Have the timer come by the next end."""
-        self._end_at = inf
+        """Set the timer to the next end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         while self._ends and self._ends[0][1] not in self._running:
             heapq.heappop(self._ends)
         if self._ends and self._free_at < inf:
             passes_left = max(0.0, self._ends[0][0] - self._passes)
             start = max(self._at, self._free_at)
-            self._end_at = start + passes_left * self._pass_s
-            if self._timer is not None and self._timer.when() > self._end_at:
-                self._timer.cancel()
-                self._timer = None
-            if self._timer is None:
-                self._timer = self._loop.call_at(self._end_at, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._loop.time() >= self._end_at:
-            self._end()
-        elif self._end_at < inf:
-            self._timer = self._loop.call_at(self._end_at, self._on_timer)
+            self._timer = self._loop.call_at(start + passes_left * self._pass_s, self._end)
 
     def _end(self) -> None:
-        """The groups at the top of the heap are done."""
+        """The timer: the groups at the top of the heap are done."""
+        self._timer = None
         self._advance()
         # Exactly: the clock of the event loop may be some rounding off.
         self._passes = max(self._passes, self._ends[0][0])
