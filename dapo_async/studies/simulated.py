@@ -7,11 +7,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from dapo_async import dapo
+from dapo_async import batching, dapo
 from dapo_async.broadcast import PublishFailed
 from dapo_async.config import Config, values
 from dapo_async.fleet import Updated, WorkerLost
@@ -99,7 +99,6 @@ class SimulatedWorker:
         self._world = world
         self._cost = engine_cost(world.config, world.profile)
         self._random = random.Random(f"{world.seed} {self.name}")
-        self._loop: asyncio.AbstractEventLoop
         self._engine: FluidEngine | None = None
         self._leases: dict[LeaseId, tuple[Lease, Answers]] = {}
         self._results: list[GroupMeta | LeaseFailure] = []
@@ -114,8 +113,7 @@ class SimulatedWorker:
 
     async def start(self) -> int:
         failures = self._world.profile.failures
-        self._loop = asyncio.get_running_loop()
-        await self._sleep(failures.worker_start_s)
+        await _sleep(failures.worker_start_s)
         self._engine = FluidEngine(self._cost, self._generated)
         if failures.worker_crash_hours is not None:
             life_s = 3600 * failures.worker_crash_hours * self._random.expovariate(1.0)
@@ -144,7 +142,8 @@ class SimulatedWorker:
     def _after(self, seconds: float, call: Any, *args: Any) -> None:
         # By number: a callback that knew its own timer would be garbage that nobody collects.
         number = next(self._numbers)
-        self._timers[number] = self._loop.call_later(seconds, self._run, number, call, args)
+        loop = asyncio.get_running_loop()
+        self._timers[number] = loop.call_later(seconds, self._run, number, call, args)
 
     def _run(self, number: int, call: Any, args: tuple[Any, ...]) -> None:
         del self._timers[number]
@@ -163,7 +162,7 @@ class SimulatedWorker:
     async def collect(self, gather_s: float) -> Sequence[GroupMeta | LeaseFailure]:
         await self._news.wait()
         self._live()
-        await self._sleep(gather_s)
+        await _sleep(gather_s)
         self._live()
         self._news.clear()
         results, self._results = self._results, []
@@ -182,7 +181,7 @@ class SimulatedWorker:
         )
 
     def _generated(self, lease_id: LeaseId, stay: Stay) -> None:
-        generate_s = self._loop.time() - stay.arrived_at
+        generate_s = asyncio.get_running_loop().time() - stay.arrived_at
         reward_s = self._world.profile.workload.reward_s
         newest = self._live().version
         if reward_s:
@@ -196,8 +195,6 @@ class SimulatedWorker:
         lease, answers = self._leases.pop(lease_id)
         world, size = self._world, len(answers.lengths_G)
         failed = answers.lucky < world.profile.failures.reward_failure_share
-        if not failed:
-            world.payloads[lease_id] = Kept(oldest, size)
         meta = GroupMeta(
             lease_id=lease_id,
             worker_id=self.name,
@@ -214,25 +211,27 @@ class SimulatedWorker:
             generate_s=generate_s,
             reward_s=world.profile.workload.reward_s,
         )
+        if not failed and batching.verdict(world.config, meta):  # as a real worker
+            world.payloads[lease_id] = Kept(oldest, size)
         self._results.append(meta)
         self._news.set()
 
     # ---- weights -------------------------------------------------------------------------------
 
     async def prepare(self, manifest: WeightVersion) -> None:
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         world, version = self._world, manifest.version
         if version not in world.arrivals:
             world.arrivals.clear()
             world.arrivals[version] = now + broadcast_s(world.config, world.profile)
-        await self._sleep(world.arrivals[version] - now)
+        await _sleep(world.arrivals[version] - now)
         self._live()
 
     async def update(self, manifest: WeightVersion) -> Updated:
         await self._way()
         engine = self._live()
         engine.pause()
-        await self._sleep(self._cost.load_s)
+        await _sleep(self._cost.load_s)
         self._live()
         tokens = engine.resume(manifest.version)
         await self._way()
@@ -246,12 +245,9 @@ class SimulatedWorker:
     async def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvalOutcomes:
         raise NotImplementedError("a simulation has no evaluation prompts")
 
-    def _sleep(self, seconds: float) -> Coroutine[Any, Any, None]:
-        return _sleep(self._loop, seconds)
-
     async def _way(self) -> None:
         """One way of a call."""
-        await self._sleep(self._world.profile.driver.call_s)
+        await _sleep(self._world.profile.driver.call_s)
         self._live()
 
 
@@ -275,7 +271,7 @@ class SimulatedLearner:
         for lease_id in batch.lease_ids:
             kept = world.payloads.pop(lease_id)
             ages[gate(batch.version, kept.oldest_version, bound, lease_id)] += kept.responses
-        await _sleep(asyncio.get_running_loop(), step_s(world.config, world.profile.learner, batch))
+        await _sleep(step_s(world.config, world.profile.learner, batch))
         self._version += 1
         samples = _samples(batch, world.config.learner.epochs)
         prompt = world.profile.workload.prompt_tokens
@@ -295,31 +291,20 @@ class SimulatedLearner:
 
     async def snapshot(self, version: int) -> None:
         weights = self._world.profile.weights
-        await _sleep(asyncio.get_running_loop(), transfer_s(weights.snapshot, weights.bytes))
+        await _sleep(transfer_s(weights.snapshot, weights.bytes))
 
     async def commit(self, version: int) -> WeightVersion:
         weights = self._world.profile.weights
-        await _sleep(asyncio.get_running_loop(), transfer_s(weights.commit, weights.bytes))
+        await _sleep(transfer_s(weights.commit, weights.bytes))
         if self._random.random() < self._world.profile.failures.publish_failure_share:
             raise PublishFailed("simulated failure")
         return WeightVersion(version=version, location="", tensors=(), finite=True)
 
 
-async def _sleep(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-    """Nothing, not even a turn of the event loop, costs no time. As `asyncio.sleep`, which asks
-    which loop runs: a system call (getpid, up to Python 3.11)."""
+async def _sleep(seconds: float) -> None:
+    """Nothing, not even a turn of the event loop, costs no time."""
     if seconds > 0:
-        woken = loop.create_future()
-        timer = loop.call_later(seconds, _wake, woken)
-        try:
-            await woken
-        finally:
-            timer.cancel()
-
-
-def _wake(woken: asyncio.Future[None]) -> None:
-    if not woken.done():  # who slept may have been cancelled
-        woken.set_result(None)
+        await asyncio.sleep(seconds)
 
 
 def _penalties(config: Config, draw: Draw, lengths_G: Sequence[int]) -> tuple[float, ...]:
