@@ -86,6 +86,7 @@ METRICS: dict[str, str] = {
     "reward/failed_share": "share of judgements that timed out or failed",
     "perf/step_s": "seconds from one completed learner step to the next",
     "perf/learner_idle_share": "share of the step in which the learner waited",
+    "perf/workers": "rollout workers with room in the cluster, mean over the step",
     "perf/worker_idle_share": "share of the step in which a worker had nothing to generate, mean",
     "perf/wait_for_batch_s": "seconds the learner waited for a batch",
     "weights/updates": "updates of workers during the step",

@@ -156,6 +156,7 @@ class StepStats:
                 1.0,
                 (idle_now - self._fleet_idle_before) / max(1e-9, housed_now - self._housed_before),
             ),
+            "perf/workers": (housed_now - self._housed_before) / step_s,
             "perf/tokens_per_s": report.trained_tokens / step_s,
         }
         self.staleness.update(report.staleness)

@@ -8,7 +8,7 @@ a worker) is taken as 0.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, lgamma, log, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -177,6 +177,11 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     return min(found, key=lambda ab: float(((ab[0] + ab[1] * x - y) ** 2).sum()))
 
 
+def _worker_s(run: RunRecord, row: Mapping[str, float]) -> float:
+    """Seconds of the step that workers were there, summed over them: they may come and go."""
+    return row["perf/step_s"] * row.get("perf/workers", run.config.rollout.workers)
+
+
 def _engine(run: RunRecord, lengths: LengthProfile) -> EngineProfile:
     rollout = run.config.rollout
     random = np.random.default_rng(0).standard_normal((4096, _group_size(run)))
@@ -185,7 +190,7 @@ def _engine(run: RunRecord, lengths: LengthProfile) -> EngineProfile:
     running: list[float] = []
     pass_s: list[float] = []
     for row in run.steps:
-        busy_s = row["perf/step_s"] * rollout.workers * (1 - row["perf/worker_idle_share"])
+        busy_s = _worker_s(run, row) * (1 - row["perf/worker_idle_share"])
         if not row.get("rollout/groups") or busy_s <= 0:
             continue
         rate = row["rollout/tokens"] / busy_s
@@ -237,7 +242,7 @@ def _weights(run: RunRecord) -> WeightsProfile:
 
 def _failures(run: RunRecord) -> FailureProfile:
     restarts = float(run.summary["worker_restarts"])
-    hours = float(run.summary["train_wall_s"]) * run.config.rollout.workers / 3600
+    hours = sum(_worker_s(run, row) for row in run.steps) / 3600
     failed = run.mean("reward/failed_share", "rollout/groups")
     return FailureProfile(
         worker_crash_hours=hours / restarts if restarts else None,

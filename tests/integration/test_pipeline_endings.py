@@ -176,9 +176,10 @@ def test_a_run_starts_without_the_worker_that_has_no_room_which_joins_later() ->
     assert (early.restarts, late.restarts, late.moves) == (0, 0, 0)
     assert late.version == 500 and outcome.workers[1].starts == 1
     assert late.homeless_s == 1000.0
-    first, *_, last = [row["perf/worker_idle_share"] for row in outcome.recorder.metrics]
-    assert 0 <= first < 1 and 0 <= last <= 1
-    ended = outcome.pipeline.stats
+    rows, ended = outcome.recorder.metrics, outcome.pipeline.stats
+    assert (rows[0]["perf/workers"], rows[-1]["perf/workers"]) == (1.0, pytest.approx(2.0))
+    idle_s = [r["perf/worker_idle_share"] * r["perf/workers"] * r["perf/step_s"] for r in rows]
+    assert sum(idle_s) == pytest.approx(ended.fleet_idle_s), "shares are of those that are there"
     assert ended.fleet_housed_s == pytest.approx(2 * ended.elapsed_s - 1000.0)
 
 

@@ -145,6 +145,8 @@ def test_a_run_broken_off_again_and_again_trains_every_draw_once_and_skips_none(
     assert ledger.dropped["resume_bound"] == 0
     assert sum(pipeline.stats.staleness.values()) == 2 * len(trained)
     assert max(pipeline.stats.staleness) <= world.eta
+    stats = pipeline.stats
+    assert stats.fleet_housed_s == pytest.approx(world.workers * stats.elapsed_s)
 
 
 def test_what_was_live_comes_again_as_the_same_draw_and_a_later_attempt() -> None:

@@ -67,6 +67,22 @@ def test_what_is_measured_is_what_was_put_in(tmp_path: Path) -> None:
     assert found.engine.prefill_token_s == pytest.approx(0.002)
 
 
+def test_workers_that_came_and_went_count_for_as_long_as_they_were_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run)
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"worker_restarts": 2}))
+    fixed = measure(run)
+    config = configs.load(run / "config.yaml")
+    text = (run / "config.yaml").read_text()
+    asked = f"  workers: {config.rollout.workers}\n"
+    assert asked in text
+    (run / "config.yaml").write_text(text.replace(asked, "  workers: 50\n"))
+    found = measure(run)
+    assert found.engine == fixed.engine and found.failures == fixed.failures
+    assert found.failures.worker_crash_hours is not None
+
+
 def test_a_measured_profile_predicts_its_run(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     profile = tmp_path / "profile.yaml"

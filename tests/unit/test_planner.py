@@ -124,6 +124,13 @@ ONE_GPU: dict[str, Any] = {"model": {"attention_heads": 1}}
 """Engines of one GPU only: a small search."""
 
 
+def test_a_setting_with_more_workers_than_the_run_let_join_replaces_both_numbers() -> None:
+    elastic = config({"rollout": {"workers": 1, "max_workers": 2}, "ray": {"address": "auto"}})
+    wider = replace(Setting.of(elastic), workers=5)
+    found = wider.apply(elastic).rollout
+    assert (found.workers, found.max_workers) == (5, None)
+
+
 def plan(gpus: int = 8, objective: Any = "tokens", **options: Any) -> Plan:
     profile = options.pop("profile", machine(ONE_GPU))
     options.setdefault("highest_staleness", 2)
