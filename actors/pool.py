@@ -173,8 +173,9 @@ class RayWorker:
         """End the actor; a dead one is no error."""
         if self._actor is None:
             return
-        with contextlib.suppress(WorkerLost):
-            await self._call(self._live.close.remote(), 10.0)
+        if self._begun is None:  # else it is still starting: nobody waits for an answer
+            with contextlib.suppress(WorkerLost):
+                await self._call(self._live.close.remote(), 10.0)
         self.kill()
 
     def kill(self) -> None:

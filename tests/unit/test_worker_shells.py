@@ -449,6 +449,24 @@ def test_a_start_that_began_early_is_waited_for_and_the_next_one_is_new(
     asyncio.run(main())
 
 
+def test_a_worker_that_is_still_starting_is_ended_without_being_asked(
+    ray_worker: Callable[..., pool.RayWorker],
+) -> None:
+    """It would answer when its model is loaded, and Ctrl-C wait for that."""
+
+    async def main() -> None:
+        ray = FakeRay(start=0, close=None)
+        worker = ray_worker(ray)
+        worker.begin()
+        await worker.close()
+        assert ray.killed and all(name != "close" for name, *_ in ray.called)
+        await worker.start()
+        await worker.close()
+        assert len(ray.killed) == 2 and ("close",) in ray.called
+
+    asyncio.run(main())
+
+
 def test_killing_a_worker_ends_its_actor_once_and_later_calls_find_none(
     ray_worker: Callable[..., pool.RayWorker],
 ) -> None:
