@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import floor
 
 import pytest
 from hypothesis import given
@@ -261,6 +262,25 @@ def test_a_batch_is_formed_exactly_when_all_others_can_still_be_trained(
                 assert positions(formed.groups) == sorted(n for _, n in ready)
                 done -= {n for _, n in ready}
                 q.trained()
+
+
+@given(
+    due=st.dictionaries(st.integers(0, 14), st.integers(1, 12), max_size=8),
+    step=st.integers(0, 12),
+    sizes=st.lists(st.integers(1, 6), min_size=10, max_size=10),
+    slack=st.sampled_from([1.0, 1.5, 2.0]),
+)
+def test_feasible_is_what_counting_every_deadline_by_itself_says(
+    due: dict[int, int], step: int, sizes: list[int], slack: float
+) -> None:
+    q = queue(eta=4, steps=len(sizes))
+    q.rebound(groups_per_step=lambda step: sizes[step])
+    by_hand = all(
+        sum(n for other, n in due.items() if other <= deadline)
+        <= floor(slack * sum(sizes[step : deadline + 1]) + 1e-9)
+        for deadline in due
+    )
+    assert q.feasible(step, due, slack) == by_hand
 
 
 # ---- changes of the bounds ---------------------------------------------------------------------
