@@ -125,21 +125,14 @@ def _plan_minibatch(
 ) -> Minibatch:
     samples: list[SampleRef] = []
     trained_lengths: list[int] = []
+    mode = config.overlong_or_off.mode
     for meta, advantages_G in zip(metas, advantages, strict=True):
-        for index, tokens in enumerate(meta.response_tokens_G):
-            trained = dapo.is_trained(
-                tokens, meta.finish_reasons_G[index], config.overlong_or_off.mode
-            )
+        draw_id, prompt_tokens = meta.lease_id.draw_id, meta.prompt_tokens
+        responses = zip(meta.response_tokens_G, meta.finish_reasons_G, advantages_G, strict=True)
+        for index, (tokens, finish_reason, advantage) in enumerate(responses):
+            trained = dapo.is_trained(tokens, finish_reason, mode)
             trained_lengths.append(tokens if trained else 0)
-            samples.append(
-                SampleRef(
-                    draw_id=meta.lease_id.draw_id,
-                    trajectory_index=index,
-                    tokens=meta.prompt_tokens + tokens,
-                    advantage=advantages_G[index],
-                    trained=trained,
-                )
-            )
+            samples.append(SampleRef(draw_id, index, prompt_tokens + tokens, advantage, trained))
     plan = plan_micro_batches(
         [sample.tokens for sample in samples],
         config.learner.replicas,

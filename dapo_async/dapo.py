@@ -185,9 +185,9 @@ def _std(centred: Sequence[float]) -> float:
 def _check_finite(what: str, values: Sequence[float]) -> None:
     if not values:
         raise ValueError(f"a group without any {what} value")
-    for index, value in enumerate(values):
-        if not math.isfinite(value):
-            raise ValueError(f"{what} {value} of response {index} is not finite")
+    if not all(map(math.isfinite, values)):
+        index = next(i for i, value in enumerate(values) if not math.isfinite(value))
+        raise ValueError(f"{what} {values[index]} of response {index} is not finite")
 
 
 # ---- normalisation ------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ import heapq
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+Number = TypeVar("Number", np.int64, np.float64)
 Plan = list[list[list[int]]]
 """`plan[rank][k]`: the sample indices of micro-batch k of that rank, ascending."""
 
@@ -106,13 +108,26 @@ def plan_micro_batches(
     lengths_N = np.asarray(lengths, dtype=np.int64)
     _refuse_bad_lengths(lengths_N, max_tokens, names)
     costs_N = cost.of(lengths_N)
-    bins = _pack_least(lengths_N, costs_N, ranks, max_tokens)
-    bins = sorted((b for b in bins if b), key=lambda b: (-float(costs_N[b].sum()), min(b)))
+    bins = [b for b in _pack_least(lengths_N, costs_N, ranks, max_tokens) if b]
+    spent = _sums(bins, costs_N)
+    heaviest_first = sorted(range(len(bins)), key=lambda b: (-spent[b], min(bins[b])))
+    bins = [bins[b] for b in heaviest_first]
     bins += [[] for _ in range(-len(bins) % ranks)]
-    slots = [bins[i : i + ranks] for i in range(0, len(bins), ranks)]
-    for slot in slots:
-        _even_out(slot, lengths_N, costs_N, max_tokens)
-    return _deal(slots, costs_N, ranks)
+    spent, tokens = _sums(bins, costs_N), _sums(bins, lengths_N)
+    slots = [slice(i, i + ranks) for i in range(0, len(bins), ranks)]
+    for at in slots:
+        _even_out(bins[at], spent[at], tokens[at], lengths_N, costs_N, max_tokens)
+    return _deal([bins[at] for at in slots], [spent[at].tolist() for at in slots], ranks)
+
+
+def _sums(bins: list[list[int]], values_N: NDArray[Number]) -> NDArray[Number]:
+    """The sum of the values of every bin's samples."""
+    counts = np.fromiter(map(len, bins), np.int64, len(bins))
+    samples = np.fromiter(chain.from_iterable(bins), np.int64, int(counts.sum()))
+    bin_of = np.repeat(np.arange(len(bins)), counts)
+    sums = np.zeros(len(bins), values_N.dtype)
+    np.add.at(sums, bin_of, values_N[samples])
+    return sums
 
 
 def least_micro_batches(
@@ -189,17 +204,20 @@ def _pack_least(
 ) -> list[list[int]]:
     """Fills the smallest multiple of `ranks` bins that `_pack` can do with, none over the cap.
 
-    Counts down from what best fit needs, so an instance far above its lower bound costs only one
-    failed try.
+    Tries the lower bound, which mostly can be had; then counts down from what best fit needs, so an
+    instance far above its bound costs only two failed tries.
     """
     least = least_micro_batches(lengths_N, ranks, cap)
     order: list[int] = np.argsort(-lengths_N, kind="stable").tolist()
     lengths: list[int] = lengths_N.tolist()
     costs: list[float] = costs_N.tolist()
+    tightest = _pack(order, lengths, costs, ranks, least, cap)
+    if tightest is not None:
+        return tightest
     packed: list[list[int]] = [[] for _ in order]
     _fit(order, lengths, packed, [cap] * len(order))
     best_fit = -(-sum(map(bool, packed)) // ranks)
-    for count in range(best_fit, least - 1, -1):
+    for count in range(best_fit, least, -1):
         tighter = _pack(order, lengths, costs, ranks, count, cap)
         if tighter is None:
             break
@@ -346,14 +364,18 @@ def _search(order: list[int], lengths: list[int], count: int, cap: int) -> list[
 
 
 def _even_out(
-    slot: list[list[int]], lengths_N: NDArray[np.int64], costs_N: NDArray[np.float64], cap: int
+    slot: list[list[int]],
+    spent: NDArray[np.float64],
+    tokens: NDArray[np.int64],
+    lengths_N: NDArray[np.int64],
+    costs_N: NDArray[np.float64],
+    cap: int,
 ) -> None:
-    """Lowers the heaviest bin of a slot, in place, by single moves and swaps of two samples.
+    """Lowers the heaviest bin of a slot by single moves and swaps of two samples.
 
     Each round takes the exchange that leaves the heavier of the two bins lightest, under the cap.
+    Changes the bins and what they cost and hold (`spent`, `tokens`) in place.
     """
-    spent = np.array([costs_N[b].sum() if b else 0.0 for b in slot])
-    tokens = np.array([lengths_N[b].sum() if b else 0 for b in slot])
     for _ in range(_SWAPS_PER_SLOT):
         heavy = int(spent.argmax())
         if spent[heavy] <= spent.mean() * (1 + _EVEN_ENOUGH):
@@ -387,12 +409,11 @@ def _even_out(
             load[other] += shift[best, partner]
 
 
-def _deal(slots: list[list[list[int]]], costs_N: NDArray[np.float64], ranks: int) -> Plan:
+def _deal(slots: list[list[list[int]]], costs: list[list[float]], ranks: int) -> Plan:
     """Gives each rank one bin of each slot, so that the ranks' totals come out even.
 
     The slots whose bins differ most go first; later ones level what they leave.
     """
-    costs = [[float(costs_N[b].sum()) if b else 0.0 for b in slot] for slot in slots]
     totals = [0.0] * ranks
     plan: Plan = [[[] for _ in slots] for _ in range(ranks)]
     for k in sorted(range(len(slots)), key=lambda k: min(costs[k]) - max(costs[k])):
