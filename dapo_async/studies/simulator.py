@@ -18,6 +18,7 @@ from dapo_async.config import Config
 from dapo_async.errors import ConfigError
 from dapo_async.pipeline import Pipeline
 from dapo_async.studies import virtual_time
+from dapo_async.studies.huge_pages import use_huge_pages
 from dapo_async.studies.profile import Profile
 from dapo_async.studies.simulated import (
     SimulatedLearner,
@@ -39,15 +40,22 @@ class Simulation:
     """One row per step, as metrics.jsonl."""
 
 
+MANY_WORKERS = 1000
+"""From here on a simulation is large enough for huge pages to be worth their setting up."""
+
+
 class _Rows:
     """Collects the metrics of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
         self.rows: list[dict[str, float]] = []
+        self._workers = workers
 
     def on_step(self, version: int, numbers: dict[str, float], metas: list[GroupMeta]) -> None:
         now = asyncio.get_running_loop().time()
         self.rows.append({"step": version, "time_s": now, **numbers})
+        if len(self.rows) == 1 and self._workers >= MANY_WORKERS:
+            use_huge_pages()  # everybody is there and at work
 
     def on_eval(self, report: EvalReport) -> None:
         """There are none."""
@@ -89,7 +97,7 @@ def check(config: Config, profile: Profile) -> None:
 
 
 async def _simulate(config: Config, profile: Profile, seed: int) -> Simulation:
-    world, rows = World.of(config, profile, seed), _Rows()
+    world, rows = World.of(config, profile, seed), _Rows(config.rollout.workers)
     workers = [SimulatedWorker(world, index) for index in range(config.rollout.workers)]
     pipeline = Pipeline(config, SimulatedPrompts(), workers, SimulatedLearner(world), rows)
     await pipeline.run()
