@@ -271,8 +271,19 @@ def _initialize(settings: dict[str, Any], policy: Policy, backend: str, timeout:
         timeout=timeout,
         verbose=False,
     )
+    if settings["zero_optimization"]["stage"] == 3:
+        _share_out(ds, settings, policy)
     engine, *_ = ds.initialize(model=policy, model_parameters=policy.parameters(), config=settings)
     return engine
+
+
+def _share_out(ds: Any, settings: dict[str, Any], policy: Policy) -> None:
+    """Leave every rank its share of the parameters, one parameter after the other. Left to
+    `initialize`, the whole model would go onto every GPU first."""
+    ds.zero.Init(module=policy, config_dict_or_path=settings)
+    device = ds.get_accelerator().current_device_name()
+    for buffer in policy.buffers():  # nobody moves them for a model that is shared out already
+        buffer.data = buffer.data.to(device)
 
 
 # ---- gradients ---------------------------------------------------------------------------------

@@ -279,12 +279,27 @@ def train_and_publish(
     return weights(trainer), manifests
 
 
-def shares(rank: int, world: int, port: int, *, config: Config) -> list[float]:
-    """Which part of each parameter this rank holds between steps."""
-    trainer = trainer_for(rank, world, port, config)
+def shares(rank: int, world: int, port: int, *, config: Config) -> tuple[list[float], list[float]]:
+    """Which part of each parameter this rank holds when DeepSpeed gets the model, and between
+    steps."""
+    import deepspeed
+
+    handed: list[float] = []
+    initialize: Any = deepspeed.initialize
+
+    def watched(*, model: torch.nn.Module, **others: Any) -> Any:
+        handed.extend(_held(model))
+        return initialize(model=model, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "initialize", watched)
+        trainer = trainer_for(rank, world, port, config)
+    return handed, _held(trainer.model)
+
+
+def _held(model: torch.nn.Module) -> list[float]:
     return [
-        p.ds_tensor.numel() / p.ds_numel if hasattr(p, "ds_id") else 1.0
-        for p in trainer.model.parameters()
+        p.ds_tensor.numel() / p.ds_numel if hasattr(p, "ds_id") else 1.0 for p in model.parameters()
     ]
 
 
