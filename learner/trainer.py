@@ -55,7 +55,6 @@ class Trainer:
             methods in the same order.
         master_addr, master_port: where rank 0 is met; not used when torch.distributed is already
             initialised.
-        model_path: instead of `config.model.path` (a checkpoint's model).
         version: completed steps (after a resume).
 
     Raises:
@@ -71,7 +70,6 @@ class Trainer:
         *,
         master_addr: str = "127.0.0.1",
         master_port: int | None = None,
-        model_path: str | None = None,
         version: int = 0,
     ) -> None:
         self.config = config
@@ -85,7 +83,7 @@ class Trainer:
         torch.set_num_threads(learner.threads_per_rank)
         self._owns_group = not torch.distributed.is_initialized()
         policy = load_policy(
-            model_path or config.model.path,
+            config.model.path,
             config.model.attention,
             getattr(torch, TORCH_NAMES[learner.precision]),
             chunk=learner.logprob_chunk,

@@ -162,7 +162,9 @@ def _host(who: str, parts: Mapping[str, float], node: NodeKind) -> Finding:
     if total <= there:
         return Finding("ok", "host memory", needs)
     change = {
-        "loading": "fewer `learner.ranks` on the machine: each loads the whole model at first",
+        "loading": "save the model in `learner.precision`, so that its files needn't be converted "
+        "by every rank, or have fewer `learner.ranks` on the machine",
+        "checkpoint's copy": "the learner on more machines (`learner.nodes`): each copies its part",
         "ranks": "lower `learner.max_tokens_per_microbatch` or `learner.precision`, or set "
         "`learner.gradient_checkpointing: true`",
         "payloads": "lower `replay.depth` or `trainer.groups_per_step`",

@@ -17,6 +17,7 @@ from typing import Any
 
 from dapo_async.config import Config, LearnerConfig, RolloutConfig, values
 from dapo_async.preflight.model import ModelShape
+from dapo_async.types import TORCH_NAMES
 
 USABLE = 0.95
 """Share of a GPU that may be planned with; the rest is lost to fragments (assumed)."""
@@ -266,8 +267,8 @@ def learner_host_bytes(config: Config, model: ModelShape, with_learner_on: str) 
     where `learner.nodes` are several, the others have a part of it.
 
     Args:
-        with_learner_on: `start`, when every rank has loaded the whole model, or `step`, with the
-            copy that a checkpoint is written from.
+        with_learner_on: `start`, when every rank has loaded the model, or `step`, with the copy
+            that a checkpoint is written from.
     """
     learner = config.learner
     here = learner.ranks // learner.nodes
@@ -286,6 +287,7 @@ def learner_host_bytes(config: Config, model: ModelShape, with_learner_on: str) 
         parts["offloaded"] = shares[learner.offload] * model.parameters / learner.nodes
     if with_learner_on == "step":
         parts["checkpoint's copy"] = checkpoint_bytes(model) / learner.nodes
-    elif learner.device == "cuda":
+    elif learner.device == "cuda" and model.dtype != TORCH_NAMES[learner.precision]:
+        # Every rank converts it all; otherwise they map the same pages of its files.
         parts["loading"] = here * weights_bytes(config, model)
     return {name: size for name, size in parts.items() if size}

@@ -28,6 +28,8 @@ class ModelShape:
     """Width of the gated MLP; None: not known."""
     vocab_size: int = 0
     """0: not known."""
+    dtype: str = ""
+    """Of the weights in its files, as torch calls it; empty: not known."""
     source: str = "config.json"
     """Where this comes from, for messages."""
 
@@ -52,6 +54,7 @@ def _qwen(
         "num_key_value_heads": shared,
         "vocab_size": vocab,
         "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
     }
 
 
@@ -129,6 +132,7 @@ def shape_of(tree: Any, source: str, counted: float | None = None) -> ModelShape
         head_size=size,
         intermediate_size=inner,
         vocab_size=vocab,
+        dtype=str(tree.get("dtype") or tree.get("torch_dtype") or ""),
         source=source,
     )
 

@@ -232,6 +232,32 @@ def test_dropout_is_forced_to_zero_so_that_scoring_twice_gives_equal_logprobs(
         assert torch.equal(first, second)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_are_saved_as_they_are_trained_stay_in_their_file(tmp_path: Path) -> None:
+    """So that ranks of one machine share them until DeepSpeed takes its copy."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+
+    def own_bytes() -> int:
+        rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in rollup if line.startswith("Anonymous"))
+
+    before = own_bytes()
+    policy = load_policy(tmp_path, dtype=torch.bfloat16)
+    loaded = own_bytes() - before
+    assert sum(p.numel() * p.element_size() for p in policy.parameters()) > 0.99 * size
+    assert loaded < size / 4
+
+
 def test_models_that_the_packed_path_does_not_cover_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no-such.*not a folder"):
         load_policy(tmp_path / "no-such")

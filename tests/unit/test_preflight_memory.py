@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,20 @@ def saved_bytes(config: Qwen2Config, dtype: torch.dtype, tokens: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "copies"),
+    [("bfloat16", "bf16", 0), ("float32", "bf16", 8), ("bfloat16", "fp16", 8), ("", "bf16", 8)],
+)
+def test_ranks_hold_the_whole_model_at_the_start_only_if_they_convert_it(
+    dtype: str, precision: str, copies: int
+) -> None:
+    overrides = [f"learner.precision={precision}"]
+    config = configs.load(ROOT / "configs" / "dapo_7b_async.yaml", overrides)
+    model = replace(qwen("7B"), dtype=dtype)
+    found = memory.learner_host_bytes(config, model, "start").get("loading", 0.0)
+    assert found == copies * memory.weights_bytes(config, model)
 
 
 def smollm2_run() -> Config:

@@ -24,11 +24,11 @@ TOO_SMALL = {
         ("8xH100-80G:1000G", "placement", "has 0 GPUs left, room for 0 of 8 workers"),
         ("2x4xH100-80G:1000G", "placement", "no node of 2x4xH100-80G:1000G has 8 GPUs"),
         ("2x8xL4-24G:1000G", "learner memory", "its GPU has 24 GB"),
-        ("2x8xH100-80G:64G", "host memory", "loading 122 GB"),
+        ("2x8xH100-80G:64G", "host memory", "checkpoint's copy 91 GB"),
     ],
     "presets/math.yaml": [
         ("8xH100-80G:1000G", "placement", "has 0 GPUs left, room for 0 of 8 workers"),
-        ("2x8xA100-40G:160G", "host memory", "each loads the whole model"),
+        ("2x8xA100-40G:90G", "host memory", "on more machines (`learner.nodes`)"),
     ],
     "presets/multi_stage.yaml": [
         ("4xH100-80G:1000G", "placement", "everything is on one node"),
@@ -41,7 +41,7 @@ TOO_SMALL = {
     "presets/qwen2.5_32b_one_learner_node.yaml": [
         ("4x8xH200-141G:1800G", "placement", "has 24 GPUs left, room for 6 of 8 workers"),
         ("5x8xH100-80G:1800G", "learner memory", "`learner.offload: optimizer`"),
-        ("5x8xH200-141G:512G", "host memory", "loading 524 GB"),
+        ("5x8xH200-141G:512G", "host memory", "checkpoint's copy 393 GB"),
     ],
     "gpu_single_node.yaml": [
         ("7xH100-80G:1000G", "placement", "everything is on one node"),
