@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import Any
 
@@ -133,19 +133,35 @@ def check_engine(config: Config, model: ModelShape, node: NodeKind | None) -> li
 
 
 def check_host(config: Config, model: ModelShape, seats: Seats) -> list[Finding]:
-    """Memory of the learner's machine at the start and in a step, and of the others."""
+    """Memory of the learner's machines at the start and in a step, and of every kind of others."""
     worker = _worker_host_bytes(config, model)
-    beside = {name: seats.home_workers * size for name, size in worker.items()}
-    phases = ("start", "step")
-    sizes = [memory.learner_host_bytes(config, model, phase) | beside for phase in phases]
-    need = max(sizes, key=lambda parts: sum(parts.values()))
-    found = [_host("the learner's machine", need, seats.home)]
-    for node, workers in seats.others[:1]:
-        parts = {name: workers * size for name, size in worker.items()}
+
+    def learner(with_rank_0: bool, workers: int = 0) -> dict[str, float]:
+        beside = {name: workers * size for name, size in worker.items() if workers}
+        phases = ("start", "step")
+        sizes = [
+            memory.learner_host_bytes(config, model, phase, with_rank_0) | beside
+            for phase in phases
+        ]
+        return max(sizes, key=lambda parts: sum(parts.values()))
+
+    found = [_host("the learner's machine", learner(True, seats.home_workers), seats.home)]
+    for node in _kinds(seats.learners):
+        found.append(_host("another machine of the learner", learner(False), node))
+    most: dict[str, int] = {}
+    for node, workers in seats.others:
+        most[node.name] = max(workers, most.get(node.name, 0))
+    for node in _kinds(node for node, _ in seats.others):
+        parts = {name: most[node.name] * size for name, size in worker.items()}
         if config.weights.transport == "relay":
             parts["published weights"] = memory.store_bytes(config, model)
         found.append(_host("a machine of workers", parts, node))
     return found
+
+
+def _kinds(nodes: Iterable[NodeKind]) -> list[NodeKind]:
+    """Each kind once."""
+    return list({node.name: node for node in nodes}.values())
 
 
 UPPER_BOUNDS = ("payloads", "KV cache")

@@ -262,22 +262,24 @@ def payload_bytes(config: Config) -> float:
     return samples * longest_sample(config) * PAYLOAD_TOKEN_BYTES
 
 
-def learner_host_bytes(config: Config, model: ModelShape, with_learner_on: str) -> dict[str, float]:
-    """Host memory of the machine of the learner's rank 0 in parts, without its rollout workers;
-    where `learner.nodes` are several, the others have a part of it.
+def learner_host_bytes(
+    config: Config, model: ModelShape, with_learner_on: str, with_rank_0: bool = True
+) -> dict[str, float]:
+    """Host memory of one machine of the learner in parts, without its rollout workers.
 
     Args:
         with_learner_on: `start`, when every rank has loaded the model, or `step`, with the copy
             that a checkpoint is written from.
+        with_rank_0: rank 0 is there, which keeps the payloads and publishes.
     """
     learner = config.learner
     here = learner.ranks // learner.nodes
-    parts: dict[str, float] = {
-        "payloads": payload_bytes(config),
-        "published weights": store_bytes(config, model),
-    }
-    if config.weights.transport == "nccl":
-        parts["weights to send"] = weights_bytes(config, model)
+    parts: dict[str, float] = {}
+    if with_rank_0:
+        parts["payloads"] = payload_bytes(config)
+        parts["published weights"] = store_bytes(config, model)
+        if config.weights.transport == "nccl":
+            parts["weights to send"] = weights_bytes(config, model)
     if learner.device == "cpu":
         one = learner_memory(config, model)
         parts["ranks"] = here * replace(one, overhead=PROCESS_BYTES).total
