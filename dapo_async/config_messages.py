@@ -78,25 +78,24 @@ def unknown_key(root: type[BaseModel] | None, path: Sequence[str | int], value: 
 def _meant(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """Full names of keys: that very key in other sections, else the nearest one of its own."""
     *above, key = (str(part) for part in path)
-    sections = {name: _model(field.annotation) for name, field in root.model_fields.items()}
-    same = [f"{name}.{key}" for name, model in sections.items() if model and key in _keys(model)]
+    sections = {name: _models(field.annotation) for name, field in root.model_fields.items()}
+    same = [f"{name}.{key}" for name, models in sections.items() if key in _keys(models)]
     if same:
         return same[:2]
-    model: type[BaseModel] | None = root
+    models = [root]
     for part in above:
-        field = None if model is None else model.model_fields.get(part)
-        if field is not None:  # else it is a place in a list, or one form of a schedule
-            model = _model(field.annotation)
-    near = difflib.get_close_matches(key, _keys(model), 1) if model else []
-    return [".".join([*above, name]) for name in near]
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        if fields:  # else it is a place in a list, or one form of a schedule
+            models = [model for field in fields for model in _models(field.annotation)]
+    return [".".join([*above, near]) for near in difflib.get_close_matches(key, _keys(models), 1)]
 
 
-def _keys(model: type[BaseModel]) -> list[str]:
-    return list(model.model_fields)
+def _keys(models: Sequence[type[BaseModel]]) -> list[str]:
+    return [key for model in models for key in model.model_fields]
 
 
-def _model(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, or a list of."""
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold, or a list of."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model(arg))), None)
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in _models(arg)]

@@ -214,6 +214,18 @@ def test_bad_values_are_refused_with_field_value_and_rule(
         ({"learner__workers": 4}, "`rollout.workers`"),  # that very key, in another section
         ({"learner__every": 4}, "`eval.every` or `checkpoint.every`"),
         ({"rolout__workers": 4}, "`rollout`"),
+        (
+            {"rollout__temperature": [{"from_step": 0, "vlaue": 1.0}]},
+            "`rollout.temperature.0.value`",
+        ),
+        (
+            {"rollout__temperature": [{"fromstep": 0, "value": 1.0}]},
+            "`rollout.temperature.0.from_step`",
+        ),
+        (
+            {"rollout__temperature": {"strat": 1.0, "end": 0.8, "steps": 9}},
+            "`rollout.temperature.start`",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -239,7 +251,8 @@ def test_of_a_schedule_only_what_is_wrong_in_it_is_told() -> None:
     lines = str(refused.value).splitlines()[1:]
     assert lines == [
         "  rollout.group_size.0.value: is required",
-        "  rollout.group_size.0.valeu: unknown key (value 8)",
+        "  rollout.group_size.0.valeu: unknown key (value 8); did you mean "
+        "`rollout.group_size.0.value`?",
     ]
 
 
