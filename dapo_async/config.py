@@ -147,7 +147,7 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer_key: str = "answer"
-    """Column with the ground truth."""
+    """Column with the ground truth; dots lead into mappings, as in `reward_model.ground_truth`."""
     answer_pattern: str | None = None
     """Regular expression whose first group is the ground truth within the answer column
     (GSM8K: `#### (.+)$`)."""

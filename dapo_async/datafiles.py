@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -38,8 +38,8 @@ def read_rows(path: str | Path, required: tuple[str, ...]) -> Iterator[Row]:
     decimals become text.
 
     Raises:
-        ConfigError: no such file, unknown ending, broken line or file, missing `required` column,
-            a value no record can hold; the message names path, row and column.
+        ConfigError: no such file, unknown ending, broken line or file, missing `required` column
+            (see `column_of`), a value no record can hold; the message names path, row and column.
     """
     file = Path(path)
     if not file.is_file():
@@ -53,10 +53,30 @@ def read_rows(path: str | Path, required: tuple[str, ...]) -> Iterator[Row]:
             raise ConfigError(f"data file {file}: must end with .jsonl or .parquet, not {ending!r}")
     for row in rows:
         for column in required:
-            if column not in row.values:
+            try:
+                column_of(row.values, column)
+            except KeyError:
                 have = ", ".join(sorted(row.values)) or "none"
-                raise ConfigError(f"{row.where}: column `{column}` is missing (columns: {have})")
+                raise ConfigError(
+                    f"{row.where}: column `{column}` is missing (columns: {have})"
+                ) from None
         yield Row(row.number, row.where, _plain_columns(row))
+
+
+def column_of(values: Mapping[str, Any], name: str) -> Any:
+    """The value of a column; where no column has the name, its dots lead into mappings
+    (`reward_model.ground_truth`).
+
+    Raises:
+        KeyError: there is none.
+    """
+    if name in values:
+        return values[name]
+    outer, dot, inner = name.partition(".")
+    below = values[outer] if dot else None
+    if not isinstance(below, Mapping):
+        raise KeyError(name)
+    return column_of(cast(Mapping[str, Any], below), inner)
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
@@ -98,7 +118,7 @@ def _read_parquet(file: Path, required: tuple[str, ...]) -> Iterator[Row]:
         with parquet.ParquetFile(file) as source:
             names: list[str] = list(source.schema_arrow.names)
             for column in required:
-                if column not in names:
+                if column not in names and column.partition(".")[0] not in names:
                     have = ", ".join(sorted(names)) or "none"
                     raise ConfigError(
                         f"data file {file}: column `{column}` is missing (columns: {have})"

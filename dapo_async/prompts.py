@@ -18,7 +18,7 @@ import numpy as np
 
 from dapo_async.chat import Message, Renderer, RenderError, Tokenizer
 from dapo_async.config import DataConfig
-from dapo_async.datafiles import Row, read_rows
+from dapo_async.datafiles import Row, column_of, read_rows
 from dapo_async.errors import CheckpointError, ConfigError
 from dapo_async.types import Prompt
 
@@ -118,7 +118,7 @@ class _Reader:
 
     def prompt(self, row: Row) -> Prompt:
         row_id = self._row_id(row)
-        content = row.values[self._data.prompt_key]
+        content = column_of(row.values, self._data.prompt_key)
         try:
             if self._data.chat_template:
                 text, token_ids = self._renderer.chat(self._messages(row, content))
@@ -197,7 +197,7 @@ class _Reader:
         )
 
     def _answer(self, row: Row) -> str:
-        value = row.values[self._data.answer_key]
+        value = column_of(row.values, self._data.answer_key)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise self._error(
                 row, self._data.answer_key, f"must be text or a number, not {_short(value)}"

@@ -95,6 +95,24 @@ def test_columns_and_the_answer_pattern_come_from_the_config(tmp_path: Path) -> 
     assert (prompt.text, prompt.answer) == ("How many?", "42")
 
 
+def test_dots_in_the_name_of_a_column_lead_into_mappings(tmp_path: Path) -> None:
+    nested = {"prompt": "2+2=", "reward_model": {"ground_truth": "4", "style": "rule"}}
+    path = write(tmp_path, nested)
+    pq.write_table(pa.Table.from_pylist([nested]), tmp_path / "t.parquet")
+    for file in (path, tmp_path / "t.parquet"):
+        (prompt,) = load(file, answer_key="reward_model.ground_truth").prompts
+        assert prompt.answer == "4"
+        for missing in ("reward_model.truth", "reward_model.style.rule", "reward.truth"):
+            with pytest.raises(ConfigError, match=f"column `{missing}` is missing"):
+                load(file, answer_key=missing)
+
+
+def test_a_column_whose_own_name_has_dots_comes_first(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "2+2=", "a.b": "4", "a": {"b": "5"}})
+    (prompt,) = load(path, answer_key="a.b").prompts
+    assert prompt.answer == "4"
+
+
 def test_an_answer_the_pattern_does_not_match_is_refused_by_row(tmp_path: Path) -> None:
     path = write(tmp_path, row(answer="#### 1"), row(answer="no mark"))
     with pytest.raises(ConfigError, match=r"train\.jsonl line 2: column `answer`.*no mark"):
