@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: every key of a config, and every metric.
+"""Writes docs/reference/ from the code: every key of a config and of a profile, and every metric.
 
 python scripts/reference.py
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from dapo_async import config as configs  # noqa: E402
 from dapo_async import metrics  # noqa: E402
+from dapo_async.studies.profile import Profile  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- Made by scripts/reference.py from the code: change the docstrings there. -->"
@@ -30,7 +32,11 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def pages() -> dict[str, str]:
     """File name → content."""
-    return {"config.md": config_page(), "metrics.md": metrics_page()}
+    return {
+        "config.md": config_page(),
+        "profile.md": profile_page(),
+        "metrics.md": metrics_page(),
+    }
 
 
 # ---- configuration -----------------------------------------------------------------------------
@@ -49,24 +55,55 @@ def config_page() -> str:
     ]
     for name, field in configs.Config.model_fields.items():
         section = _section(field.annotation)
-        needed = "" if not field.is_required() else " It is required."
-        lines += [f"## `{name}`", (section.__doc__ or "").strip() + needed, _table(section)]
+        assert section is not None
+        said = f"{(section.__doc__ or '').strip()} {_need(field)}".strip()
+        lines += [f"## `{name}`", said, _table(section, list(section.model_fields))]
     return "\n\n".join(lines) + "\n"
 
 
-def _section(annotation: Any) -> type[BaseModel]:
-    found = [a for a in (annotation, *get_args(annotation)) if _is_section(a)]
-    (section,) = found
-    return section
+def profile_page() -> str:
+    lines = [
+        "# Profiles",
+        MADE,
+        "What `simulate` and `tune` know of machine, model and task: a YAML file, measured from a "
+        "run (`dapo-async profile RUN --out FILE`) or written by hand, best from one of "
+        "`configs/profiles/`. Times are seconds, sizes bytes.",
+        *_parts(Profile, ""),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _parts(model: type[BaseModel], path: str) -> list[str]:
+    """The keys of a section, then each section in it, under its whole name."""
+    inner = {name: _section(field.annotation) for name, field in model.model_fields.items()}
+    keys = [name for name, section in inner.items() if section is None]
+    lines = [_table(model, keys)] if keys else []
+    for name, section in inner.items():
+        if section is not None:
+            field = model.model_fields[name]
+            said = [field.description or "", section.__doc__ or "", _need(field)]
+            lines += [f"## `{path}{name}`", " ".join(" ".join(said).split())]
+            lines += _parts(section, f"{path}{name}.")
+    return lines
+
+
+def _need(field: FieldInfo) -> str:
+    return "It is required." if field.is_required() else ""
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, if it holds one."""
+    return next((a for a in (annotation, *get_args(annotation)) if _is_section(a)), None)
 
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _table(section: type[BaseModel]) -> str:
+def _table(section: type[BaseModel], keys: Sequence[str]) -> str:
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, field in section.model_fields.items():
+    for name in keys:
+        field = section.model_fields[name]
         if not field.description:
             raise ValueError(f"{section.__name__}.{name} has no docstring")
         cells = [f"`{name}`", _kind(field), _default(field), " ".join(field.description.split())]

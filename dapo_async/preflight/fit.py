@@ -240,7 +240,8 @@ def check_disk(config: Config, model: ModelShape, node: NodeKind) -> Finding:
     kept = setting.keep_last + int(setting.keep_best) if setting.every else 1
     one = memory.checkpoint_bytes(model)
     need = (kept + int(bool(setting.every))) * one + memory.weights_bytes(config, model)
-    rule = f"{kept} checkpoints of {size_text(one)} are kept"
+    rule = f"{kept} checkpoint{'s' if kept > 1 else ''} of {size_text(one)} "
+    rule += "are kept" if kept > 1 else "is kept"
     rule += ", one more is being written" if setting.every else ""
     if node.disk_gb is None:
         return Finding("ok", "disk", f"`run.dir` needs {size_text(need)}; not judged", rule)

@@ -48,8 +48,12 @@ class RunRecord:
         try:
             rows = read_jsonl(folder / "metrics.jsonl")
             self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} holds no finished run: {error}") from None
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {error.filename}: {error.strerror}; has this run ended?"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{folder / 'summary.json'} is broken: {error}") from None
         steps = [row for row in rows if "perf/update_s" in row]
         if len(steps) < LEAST_STEPS:
             raise ConfigError(

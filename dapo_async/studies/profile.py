@@ -155,11 +155,14 @@ class WorkloadProfile(Section):
     lengths: LengthProfile
     """Response lengths."""
     pass_alpha: Positive = 1.0
-    """Pass rates of prompts are Beta(pass_alpha, pass_beta) …"""
+    """The pass rate of each prompt is drawn from Beta(pass_alpha, pass_beta), whose mean is
+    pass_alpha / (pass_alpha + pass_beta): a lower mean makes prompts harder."""
     pass_beta: Positive = 1.0
-    """… both below 1: most prompts are easy or hopeless."""
+    """See pass_alpha. The smaller both are, the more prompts are all easy or hopeless, and the more
+    groups the filter takes out."""
     reward_s: NotNegative = 0.0
-    """Judging a group after its last token, and storing it."""
+    """From a group's last token until it is judged and stored: a delay, however many groups there
+    are. `reward.processes` and `reward.timeout_s` aren't simulated."""
 
 
 class DriverProfile(Section):
@@ -214,9 +217,9 @@ def load_profile(path: Path) -> Profile:
         ConfigError: unreadable file, unknown key, wrong type, broken rule.
     """
     try:
-        return Profile.model_validate(read_tree(path))
+        return Profile.model_validate(read_tree(path, what="profile"))
     except ValidationError as error:
-        lines = [f"the profile {path} is refused:", *problems(error)]
+        lines = [f"the profile {path} is refused:", *problems(error, Profile)]
         raise ConfigError("\n".join(lines)) from None
 
 

@@ -57,8 +57,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Written:
             several.
 
     Raises:
-        ConfigError: a folder holds no run or nothing to report, or a file can't be written.
+        ConfigError: a folder holds no run or nothing to report, or is named twice, or a file can't
+            be written.
     """
+    for index, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:index]]:
+            raise ConfigError(f"{folder} is named twice: a run is compared with others")
     runs = [read_run(folder) for folder in folders]
     if out is None:
         out = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")

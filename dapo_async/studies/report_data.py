@@ -87,6 +87,9 @@ class Ledger:
         return self.drawn == ended + self.live
 
 
+UNFINISHED = "none yet: running, or cut short"
+
+
 @dataclass(frozen=True, slots=True)
 class RunData:
     """One run."""
@@ -99,6 +102,8 @@ class RunData:
     samples: Sequence[Mapping[str, Any]]
     config: str
     """The text of config.yaml."""
+    end: str = UNFINISHED
+    """How it ended."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -139,7 +144,8 @@ def read_run(folder: Path) -> RunData:
         raise ConfigError(f"cannot read {path}: {error.strerror}; is this a run?") from None
     if not rows:
         raise ConfigError(f"{path} has no step and no evaluation: there is nothing to report yet")
-    run = Run(rows, read_summary(folder / "summary.json"))
+    summary = folder / "summary.json"
+    run = Run(rows, read_summary(summary))
     return RunData(
         name=folder.resolve().name,
         run=run,
@@ -147,7 +153,13 @@ def read_run(folder: Path) -> RunData:
         ledger=_summary_ledger(run.summary) or _metrics_ledger(rows),
         samples=_read_samples(folder / "samples.jsonl"),
         config=_read_text(folder / "config.yaml"),
+        end=_end(run.summary, summary.exists()),
     )
+
+
+def _end(summary: Mapping[str, Any], written: bool) -> str:
+    known = str(summary.get("exit_reason", ""))
+    return known or ("not known: summary.json is broken" if written else UNFINISHED)
 
 
 # ---- the ledger --------------------------------------------------------------------------------

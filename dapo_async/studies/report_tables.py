@@ -10,6 +10,7 @@ from dapo_async.metrics import describe
 from dapo_async.studies.audit import FEW, Audit, Economics, Part
 from dapo_async.studies.figures import is_finite
 from dapo_async.studies.report_data import Ledger, RunData, Timeline
+from dapo_async.studies.report_figures import STATES
 
 Value = float | int | str | None
 
@@ -47,10 +48,9 @@ def overview(data: RunData) -> list[tuple[str, Cell]]:
     if accuracy is not None:
         values = accuracy.values.tolist()
         ends = [("first", values[0]), ("last", values[-1])]
-    end = str(summary.get("exit_reason", "")) or "none yet: running, or cut short"
     idle = _mapping(summary, "idle_share")
     cells = [
-        ("end", Cell(end)),
+        ("end", Cell(data.end)),
         ("steps", number("steps", data.steps, ",d")),
         ("engine", Cell(_words(summary, "engine", "engine_version"))),
         ("training, seconds", number("train_wall_s", _number(summary, "train_wall_s"), ",.1f")),
@@ -196,7 +196,7 @@ def seconds_table(timeline: Timeline) -> Table:
         )
         for who, by_what in spent.items()
     ]
-    return Table(rows, ("", *states))
+    return Table(rows, ("", *(STATES.get(what, (what,))[0] for what in states)))
 
 
 def metrics_table(data: RunData) -> Table:

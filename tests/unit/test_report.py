@@ -305,6 +305,16 @@ def test_every_state_of_a_run_gives_a_page(folder: Path, spoil: Callable[[Path],
     assert traced == (read_run(folder).timeline is not None)
 
 
+def test_a_broken_summary_is_told_from_none(folder: Path) -> None:
+    damaged_summary(folder)
+    assert "summary.json is broken" in page_of(folder).text
+
+
+def test_a_run_that_is_named_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        write_report([folder, folder / ".." / folder.name])
+
+
 def test_what_comes_from_a_run_is_text_in_the_page(recorded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(recorded, tmp_path / "<b>$x_<i>")
     with (folder / "metrics.jsonl").open("a") as file:
