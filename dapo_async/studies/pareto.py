@@ -23,9 +23,9 @@ def render_pareto(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     canvas: Any = FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
-    points = [(one.rates.staleness, one.value(plan.objective)) for one in plan.ranked]
+    points = [(one.staleness, one.value(plan.objective)) for one in plan.ranked]
     axes.scatter(*zip(*points, strict=True), s=14, color=GREY, label="simulated")
-    front = [(one.rates.staleness, one.value(plan.objective)) for one in plan.pareto]
+    front = [(one.staleness, one.value(plan.objective)) for one in plan.pareto]
     axes.step(
         *zip(*front, strict=True), where="post", marker="o", color=BLUE, label="none is better"
     )

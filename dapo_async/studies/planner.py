@@ -2,11 +2,13 @@
 
 The search goes from setting to setting: it tries every value of one knob beside the best setting so
 far, keeps the best, and goes on to the next knob, round after round until a round changes nothing.
-Every setting that was simulated is in the result, so that the table shows what was given up.
+Round 0 tries the splits of the GPUs only, with everything else as it is configured. Every setting
+that was simulated is in the result, so that the table shows what was given up.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +24,7 @@ from dapo_async.studies.tables import Rates, rates, steady
 
 Objective = Literal["tokens", "steps", "cost"]
 WeightUpdate = Literal["retract", "keep_kv", "abort_resume"]
+Bottleneck = Literal["learner", "engines", "balanced", "waiting for each other"]
 EQUAL = 0.01
 """Settings whose objective is within this share of the best are equal: the fresher data wins."""
 BUSY = 0.15
@@ -49,6 +52,11 @@ class Setting:
     @property
     def gpus(self) -> int:
         return self.workers * self.tensor_parallel_size + self.ranks
+
+    @property
+    def split(self) -> tuple[int, int, int, int]:
+        """Who gets which GPUs: engines, GPUs of each, learner ranks and their machines."""
+        return self.workers, self.tensor_parallel_size, self.ranks, self.nodes
 
     @classmethod
     def of(cls, config: Config) -> Setting:
@@ -115,7 +123,12 @@ class Candidate(NamedTuple):
     rates: Rates
     """Without the first steps, in which the pipeline fills."""
     ages: dict[int, float]
-    """Share of trained samples by staleness, whole run."""
+    """Share of trained samples by staleness, of the same steps."""
+
+    @property
+    def staleness(self) -> float:
+        """Mean over the same samples: what is ranked and shown is the mean of the shares."""
+        return sum(age * share for age, share in self.ages.items())
 
     @property
     def gpu_hours(self) -> float:
@@ -133,10 +146,11 @@ class Candidate(NamedTuple):
                 return 1 / self.gpu_hours
 
     @property
-    def bottleneck(self) -> str:
+    def bottleneck(self) -> Bottleneck:
+        """Who the other side waits for."""
         learner, engines = self.rates.learner_idle < BUSY, self.rates.worker_idle < BUSY
         if learner and engines:
-            return "none: balanced"
+            return "balanced"
         if learner:
             return "learner"
         return "engines" if engines else "waiting for each other"
@@ -158,10 +172,23 @@ class Plan:
     def pareto(self) -> list[Candidate]:
         """Candidates that none beats in both the objective and mean staleness, freshest first."""
         found: list[Candidate] = []
-        for one in sorted(self.ranked, key=lambda c: (c.rates.staleness, -c.value(self.objective))):
+        for one in sorted(self.ranked, key=lambda c: (c.staleness, -c.value(self.objective))):
             if not found or one.value(self.objective) > found[-1].value(self.objective):
                 found.append(one)
         return found
+
+
+class Progress(NamedTuple):
+    """How far a search is."""
+
+    round: int
+    """0 to ROUNDS."""
+    tried: int
+    """Settings so far, with those that don't fit."""
+    best: Candidate | None
+    """The highest objective so far; None: nothing has fitted yet."""
+    ended: bool
+    """This round is over."""
 
 
 class Planner:
@@ -172,7 +199,7 @@ class Planner:
         gpus: that may be used.
         steps: of every simulation.
         highest_staleness: largest η that is tried.
-        told: called with every candidate, for people who wait.
+        told: called after every setting and every round, for people who wait.
     """
 
     def __init__(
@@ -183,7 +210,7 @@ class Planner:
         objective: Objective = "tokens",
         steps: int = 12,
         highest_staleness: int = 8,
-        told: Callable[[Candidate], None] = lambda candidate: None,
+        told: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self.config = config
         self.profile = profile
@@ -195,6 +222,8 @@ class Planner:
         self._told = told
         self._tried: dict[Setting, Candidate | None] = {}
         self._refused: dict[str, int] = {}
+        self._round = 0
+        self._highest_value: Candidate | None = None
 
     def search(self) -> Plan:
         """The best settings.
@@ -203,11 +232,12 @@ class Planner:
             ConfigError: no setting fits; says why.
         """
         best = self._start()
-        for _ in range(ROUNDS):
+        for self._round in range(1, ROUNDS + 1):
             before = best.setting
             for knob in self._knobs():
                 found = [self._try(setting) for setting in knob(best.setting)]
                 best = self._best([best, *(one for one in found if one is not None)])
+            self._tell(ended=True)
             if best.setting == before:
                 break
         return Plan(self.objective, self._ranked(), self._refused, self._gpu.usd_per_hour)
@@ -215,12 +245,23 @@ class Planner:
     def _start(self) -> Candidate:
         first = Setting.of(self.config)
         first = replace(first, max_staleness=min(first.max_staleness, self._highest))
-        candidates = [self._try(setting) for setting in self._splits(_legal(first))]
-        found = [one for one in candidates if one is not None]
+        settings = self._splits(_legal(first))
+        if not settings:
+            raise ConfigError(
+                f"no split of {self.gpus} GPUs fits: the learner needs a multiple of "
+                f"`learner.sequence_parallel_size` ({self.config.learner.sequence_parallel_size}) "
+                f"GPUs on each of its machines (of {self._gpu.per_node}), every engine at least 1, "
+                "and the engines get an eighth of all or more"
+            )
+        found = [one for one in map(self._try, settings) if one is not None]
         if not found:
             reasons = "\n".join(f"  {why} ({count}×)" for why, count in self._refused.items())
             raise ConfigError(f"no split of {self.gpus} GPUs fits:\n{reasons}")
+        self._tell(ended=True)
         return self._best(found)
+
+    def _tell(self, ended: bool = False) -> None:
+        self._told(Progress(self._round, len(self._tried), self._highest_value, ended))
 
     def _best(self, candidates: Sequence[Candidate]) -> Candidate:
         return ranked(candidates, self.objective)[0]
@@ -236,6 +277,7 @@ class Planner:
                 self._tried[setting] = None
                 reason = " ".join(str(error).split())
                 self._refused[reason] = self._refused.get(reason, 0) + 1
+            self._tell()
         return self._tried[setting]
 
     def _simulate(self, setting: Setting) -> Candidate:
@@ -243,15 +285,18 @@ class Planner:
         check_memory(config, self.profile)
         config = changed(config, {"trainer": {"steps": self._steps}})
         found = simulate(config, self.profile)
-        histogram: dict[str, int] = found.summary["staleness"]["histogram"]
-        samples = sum(histogram.values())
-        candidate = Candidate(
+        samples: Counter[int] = Counter()
+        for ages in steady(found.ages):
+            samples.update(ages)
+        one = Candidate(
             setting=setting,
             rates=rates(steady(found.metrics)),
-            ages={int(age): count / samples for age, count in histogram.items()},
+            ages={age: count / samples.total() for age, count in samples.items()},
         )
-        self._told(candidate)
-        return candidate
+        best = self._highest_value
+        if best is None or one.value(self.objective) > best.value(self.objective):
+            self._highest_value = one
+        return one
 
     # ---- knobs ---------------------------------------------------------------------------------
 
@@ -280,20 +325,29 @@ class Planner:
         """Eighths of the GPUs for the engines, for every size of engine; the learner gets the rest,
         or less where cost counts."""
         found: dict[Setting, None] = {}
-        together = self.config.learner.sequence_parallel_size
         parts = (1, 2, 4) if self.objective == "cost" else (1,)
         for size in (1, 2, 4, 8):
             for eighths in range(1, 8):
                 workers = self.gpus * eighths // 8 // size
                 rest = self.gpus - workers * size
                 for part in parts:
-                    nodes = max(1, -(-rest // part // self._gpu.per_node))
-                    ranks = rest // part // (nodes * together) * nodes * together
+                    ranks, nodes = self._learner(rest // part)
                     if workers and ranks:
                         new = {"tensor_parallel_size": size, "workers": workers}
                         new |= {"ranks": ranks, "nodes": nodes}
                         found[replace(setting, **new)] = None
         return list(found)
+
+    def _learner(self, gpus: int) -> tuple[int, int]:
+        """Most ranks that `gpus` allow, 0 for none, and the fewest machines that have them: as
+        many on each, and no ranks of one sequence on two."""
+        together, per_node = self.config.learner.sequence_parallel_size, self._gpu.per_node
+
+        def ranks(nodes: int) -> int:
+            return min(per_node, gpus // nodes) // together * together * nodes
+
+        nodes = max(range(1, max(1, -(-gpus // per_node)) + 1), key=ranks)
+        return ranks(nodes), nodes
 
 
 def _legal(setting: Setting) -> Setting:
@@ -314,7 +368,7 @@ def ranked(candidates: Sequence[Candidate], objective: Objective) -> list[Candid
 
     def key(one: Candidate) -> tuple[float, ...]:
         behind = one.value(objective) < (1 - EQUAL) * top
-        value, age, bound = -one.value(objective), one.rates.staleness, one.setting.max_staleness
+        value, age, bound = -one.value(objective), one.staleness, one.setting.max_staleness
         return (behind, value, age, bound) if behind else (behind, age, bound, value)
 
     return sorted(candidates, key=key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class Simulation:
     """As summary.json, plus `profile` and `seed`; what only processes know is empty."""
     metrics: list[dict[str, float]]
     """One row per step, as metrics.jsonl."""
+    ages: list[dict[int, int]]
+    """Trained samples by staleness, of every step."""
 
 
 MANY_WORKERS = 1000
@@ -49,11 +52,16 @@ class _Rows:
 
     def __init__(self, workers: int) -> None:
         self.rows: list[dict[str, float]] = []
+        self.ages: list[dict[int, int]] = []
         self._workers = workers
 
     def on_step(self, version: int, numbers: dict[str, float], metas: list[GroupMeta]) -> None:
         now = asyncio.get_running_loop().time()
         self.rows.append({"step": version, "time_s": now, **numbers})
+        ages: Counter[int] = Counter()
+        for meta in metas:
+            ages[version - 1 - meta.oldest_version] += len(meta.response_tokens_G)
+        self.ages.append(dict(ages))
         if len(self.rows) == 1 and self._workers >= MANY_WORKERS:
             use_huge_pages()  # everybody is there and at work
 
@@ -104,7 +112,7 @@ async def _simulate(config: Config, profile: Profile, seed: int) -> Simulation:
     asked: dict[str, Any] = {"cpu_s": {}, "payload_bytes": 0.0, "engine_version": "simulated"}
     wall_s = asyncio.get_running_loop().time()
     summary = summarise(config, pipeline, "done", wall_s, asked)
-    return Simulation({"profile": profile.name, "seed": seed, **summary}, rows.rows)
+    return Simulation({"profile": profile.name, "seed": seed, **summary}, rows.rows, rows.ages)
 
 
 @contextmanager

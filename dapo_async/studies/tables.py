@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dapo_async.types import FILTER_REASONS
 
@@ -50,13 +50,16 @@ def rates(rows: Sequence[Mapping[str, Any]]) -> Rates:
     )
 
 
-def steady(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+T = TypeVar("T")
+
+
+def steady(rows: Sequence[T]) -> Sequence[T]:
     """Without the first quarter, in which the pipeline fills."""
     return rows[len(rows) // 4 :]
 
 
 def show_simulation(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A simulated run for people."""
+    """A simulated run for people: numbers of all steps."""
     found, ledger = rates(rows), summary["ledger"]
     ages = summary["staleness"]["histogram"]
     samples = max(1, sum(ages.values()))
@@ -74,6 +77,8 @@ def show_simulation(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
             f"  samples by staleness  {shares} (bound {summary['max_staleness']})",
             f"  groups               {ledger['drawn']:,} drawn, {ledger['trained']:,} trained "
             f"({kept:.0%}), {found.filtered:.2f} filtered per kept group",
+            "Every step counts, as in a run's summary. `tune` leaves out the first quarter, in",
+            "which the pipeline fills, and `tune --check` the first step: their numbers differ.",
         ]
     )
 

@@ -43,6 +43,9 @@ def test_simulate_says_what_it_predicts() -> None:
     assert done.exit_code == 0, done.output
     for words in ("h100_qwen2.5_7b", "trained tokens/s", "idle learner", "staleness", "filtered"):
         assert words in done.output
+    assert (
+        "Every step counts" in done.output and "`tune` leaves out the first quarter" in done.output
+    )
 
 
 def test_simulate_prints_the_same_bytes_in_another_process() -> None:
