@@ -294,7 +294,7 @@ def report(
 
 @app.command()
 def ablate(
-    study: Annotated[Path, typer.Argument(help="YAML file of the study (configs/ablations).")],
+    study: Annotated[Path, typer.Argument(help="YAML file of the study (docs/howto/ablate.md).")],
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; default: the study's.")
     ] = None,
@@ -303,7 +303,11 @@ def ablate(
     ] = False,
     profile: Annotated[Path | None, typer.Option(help="As for simulate; with --simulate.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the results; default: runs/ablations/<name>.")
+        Path | None,
+        typer.Option(
+            help="Folder of the results; default: runs/ablations/<name>, with --simulate "
+            "runs/ablations/<name>-simulated."
+        ),
     ] = None,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Run nothing; report what is there.")
@@ -314,8 +318,8 @@ def ablate(
 
     if simulated != (profile is not None):
         raise ConfigError("`ablate --simulate` and `--profile` go together")
-    if jobs is not None and (simulated or report_only):
-        raise ConfigError("`ablate --jobs` would be ignored: nothing is trained")
+    if jobs is not None and report_only:
+        raise ConfigError("`ablate --jobs` would be ignored: --report-only runs nothing")
     request = commands.Request(study, out, jobs, profile, report_only)
     raise typer.Exit(commands.ablate(request, lambda said: typer.echo(said, err=True)))
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dapo_async.studies.ablation.intervals import Part, difference, interval
+from dapo_async.studies.ablation.intervals import (
+    Part,
+    difference,
+    interval,
+    interval_of_numbers,
+)
 
 
 def seeds(*corrects: int, n: int = 500) -> list[list[Part]]:
@@ -57,9 +62,24 @@ def test_equal_outcomes_have_equal_intervals() -> None:
     assert interval(seeds(300, 320, 310)) == interval(seeds(300, 320, 310))
 
 
+def test_numbers_have_students_interval_beyond_what_a_share_could_be() -> None:
+    found = interval_of_numbers([900.0, 1000.0, 1100.0])
+    assert found.mean == 1000 and found.seeds == 3
+    assert found.high - found.mean == pytest.approx(4.303 * 100 / 3**0.5, rel=0.06)
+    assert found.mean - found.low == pytest.approx(found.high - found.mean)
+    assert interval_of_numbers([900.0, 100.0], least=0.0).low == 0.0
+
+
+def test_numbers_that_agree_exactly_leave_no_doubt_and_one_of_them_no_interval() -> None:
+    for numbers in ([-3.0, -3.0], [-3.0]):
+        found = interval_of_numbers(numbers)
+        assert (found.low, found.mean, found.high) == (-3.0, -3.0, -3.0)
+
+
 def test_without_a_seed_there_is_nothing_to_say() -> None:
-    with pytest.raises(ValueError, match="at least one seed"):
-        interval([])
+    for nothing in (interval, interval_of_numbers):
+        with pytest.raises(ValueError, match="at least one seed"):
+            nothing([])
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.03, 0.08])

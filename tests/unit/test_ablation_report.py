@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from dapo_async import cli
 from dapo_async import config as configs
 from dapo_async.errors import ConfigError
 from dapo_async.studies.ablation import comparisons
@@ -22,8 +20,9 @@ from dapo_async.studies.ablation.report import write_report
 from dapo_async.studies.ablation.results import Results, write_csv
 from dapo_async.studies.ablation.runner import Outcome, cell_folder, exit_code, is_finished
 from dapo_async.studies.ablation.study import Cell, Plan, load_plan
+from dapo_async.studies.profile import Profile
 from tests.unit.test_ablation_study import BASE, arm
-from tests.unit.test_simulator import PLAIN, SYNCHRONOUS
+from tests.unit.test_simulator import PLAIN
 
 N = 200
 ARMS = arm({"learner.lr": [0.001, 0.002], "rollout.workers": [1, 2]})
@@ -114,7 +113,7 @@ def test_a_cell_of_a_study_that_has_changed_is_not_finished(filled: Plan, tmp_pa
 
 
 def test_a_simulated_cell_is_no_trained_one(filled: Plan) -> None:
-    assert not is_finished(filled.cells[0], profile="some machine")
+    assert not is_finished(filled.cells[0], Profile.model_validate(PLAIN))
 
 
 def test_results_that_have_moved_are_still_finished(filled: Plan, tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_settings_are_compared_at_the_smallest_common_number_of_tokens(filled: P
     assert found["step"].where == 20
     assert found["tokens"].where == 1000, "what two workers have trained in 20 steps"
     settings = comparisons.settings(results, one, found["tokens"])
-    accuracies = [row.accuracy.mean for row in settings if row.accuracy is not None]
+    accuracies = [row.interval.mean for row in settings if row.interval is not None]
     mean_seed = 1 / N
     assert accuracies == pytest.approx([x + mean_seed for x in (0.5, 0.7, 0.3, 0.5)])
 
@@ -261,47 +260,3 @@ def test_cells_over_the_budget_are_named(filled: Plan, tmp_path: Path) -> None:
 def test_a_study_without_a_cell_has_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to report yet"):
         write_report(Results(plan(tmp_path)))
-
-
-# ---- the command, simulated --------------------------------------------------------------------
-
-
-def command(*args: object) -> Any:
-    return CliRunner().invoke(cli.app, ["ablate", *map(str, args)])
-
-
-def simulated(folder: Path) -> list[object]:
-    base = {**SYNCHRONOUS, "data": {**SYNCHRONOUS["data"], "eval": "none"}}
-    (folder / "base.yaml").write_text(yaml.safe_dump(base))
-    study = {"name": "s", "config": "base.yaml", "seeds": [0, 1]}
-    study["arms"] = arm({"replay.max_staleness": [0, 2]})
-    (folder / "study.yaml").write_text(yaml.safe_dump(study))
-    (folder / "profile.yaml").write_text(yaml.safe_dump(PLAIN))
-    profile = ("--profile", folder / "profile.yaml", "--out", folder / "out")
-    return [folder / "study.yaml", "--simulate", *profile]
-
-
-def test_a_simulated_study_reports_throughput_and_ages_and_no_accuracy(tmp_path: Path) -> None:
-    done = command(*simulated(tmp_path))
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "4 of 4 cells finished" in text and "Simulated with the profile by hand" in text
-    assert "Held-out" not in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| max_staleness")]
-    assert [float(row[3]) for row in rows] == [0.0, 1.0], "depth 2: one step ahead"
-    rates = [float(row[9].replace(",", "")) for row in rows]
-    assert rates[1] > rates[0], "generation and training overlap"
-
-
-def test_a_second_simulation_finds_all_cells_finished(tmp_path: Path) -> None:
-    command(*simulated(tmp_path))
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/runs/*/summary.json")}
-    done = command(*simulated(tmp_path))
-    assert done.exit_code == 0 and len(before) == 4
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def test_options_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
-    study = tmp_path / "study.yaml"
-    for args in (["--simulate"], ["--profile", "x"], ["--report-only", "--jobs", "2"]):
-        assert isinstance(command(study, *args).exception, ConfigError)

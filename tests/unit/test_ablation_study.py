@@ -114,6 +114,8 @@ def test_a_cell_is_a_config_that_train_reads_back(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"nmae": "x"}, ["nmae", "unknown key"]),
+        ({"grid": {"learner.lr": [1, 2]}}, ["`grid` belongs to an arm", "arms: [{name:"]),
+        ({"arms": [{"name": "arm", "gird": {}}]}, ["gird", "did you mean `arms.0.grid`"]),
         ({"seeds": []}, ["seeds"]),
         ({"seeds": [1, 1]}, ["seeds", "twice"]),
         ({"toy": "warm"}, ["toy", "{seed}"]),

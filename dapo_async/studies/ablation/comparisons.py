@@ -11,6 +11,7 @@ from dapo_async.studies.ablation.intervals import (
     Interval,
     difference,
     interval,
+    interval_of_numbers,
     value,
 )
 from dapo_async.studies.ablation.results import CellResult, Results
@@ -49,10 +50,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingResult:
-    """One setting under one measure."""
+    """One setting under one measure, or its throughput."""
 
     point: Point
-    accuracy: Interval | None
+    interval: Interval | None
     """None: no seed of it has finished."""
     difference: Difference | None
     """To the reference; None for itself, or without a common seed."""
@@ -92,19 +93,58 @@ def measures(results: Results, arm: Arm) -> list[Measure]:
 
 def settings(results: Results, arm: Arm, measure: Measure) -> list[SettingResult]:
     """Every setting of an arm, and its difference to the first."""
-    every = list(points(arm))
-    reference = _by_seed(results, arm, every[0], measure)
-    found: list[SettingResult] = []
-    for point in every:
-        ours = _by_seed(results, arm, point, measure)
-        found.append(
-            SettingResult(
-                point=point,
-                accuracy=interval(list(ours.values())) if ours else None,
-                difference=None if point == every[0] else _differ(ours, reference),
-            )
+    found = {point: _by_seed(results, arm, point, measure) for point in points(arm)}
+    reference = next(iter(found.values()))
+    return [
+        SettingResult(
+            point=point,
+            interval=interval(list(ours.values())) if ours else None,
+            difference=_differ(ours, reference) if index else None,
         )
-    return found
+        for index, (point, ours) in enumerate(found.items())
+    ]
+
+
+def throughput(results: Results, arm: Arm) -> list[SettingResult]:
+    """Trained tokens per second of every setting, and its difference to the first."""
+    found = {
+        point: {
+            seed: cell.tokens_per_s
+            for seed, cell in results.of(arm.name, point).items()
+            if cell.tokens_per_s is not None
+        }
+        for point in points(arm)
+    }
+    reference = next(iter(found.values()))
+    compared: list[SettingResult] = []
+    for index, (point, ours) in enumerate(found.items()):
+        paired = {seed: ours[seed] - reference[seed] for seed in ours if seed in reference}
+        differs = None
+        if index and paired:
+            differs = Difference(
+                interval=interval_of_numbers(list(paired.values())), by_seed=paired
+            )
+        rate = interval_of_numbers(list(ours.values()), least=0.0) if ours else None
+        compared.append(SettingResult(point=point, interval=rate, difference=differs))
+    return compared
+
+
+def equal_settings(results: Results, arm: Arm) -> list[list[Point]]:
+    """Settings whose cells went alike to the last digit with every seed, in groups of two or
+    more."""
+    groups: dict[str, list[Point]] = {}
+    for point in points(arm):
+        cells = results.of(arm.name, point)
+        if cells and all(cell.steps for cell in cells.values()):
+            course = repr({seed: _course(cell) for seed, cell in cells.items()})
+            groups.setdefault(course, []).append(point)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _course(cell: CellResult) -> Sequence[object]:
+    """What is reported of a cell. Not its whole metrics: some repeat the configuration."""
+    by_step = [(row.get("perf/step_s"), row.get("learner/trained_tokens")) for row in cell.steps]
+    return by_step, cell.points, cell.whole, sorted(cell.ages.items())
 
 
 def contrasts(results: Results, arm: Arm, measure: Measure) -> list[Contrast]:

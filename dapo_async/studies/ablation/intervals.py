@@ -25,6 +25,7 @@ With two seeds this falls to 87 %, so three are the least that is worth a verdic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,7 +55,7 @@ neighbouring evaluations, or a difference."""
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over seeds and the 95 % interval of it, in shares."""
+    """A mean over seeds and the 95 % interval of it: shares, or numbers in their own unit."""
 
     mean: float
     low: float
@@ -81,20 +82,44 @@ def interval(by_seed: Sequence[Accuracy]) -> Interval:
     Raises:
         ValueError: no seed.
     """
-    seeds = len(by_seed)
-    if seeds == 0:
+    if not by_seed:
         raise ValueError("an interval needs at least one seed")
+    return _interval([value(accuracy) for accuracy in by_seed], by_seed, *_range(by_seed[0]))
+
+
+def interval_of_numbers(by_seed: Sequence[float], least: float = -math.inf) -> Interval:
+    """The mean of numbers that are exact for their seed; with a single one it is a point.
+
+    Args:
+        least: what such a number can be.
+
+    Raises:
+        ValueError: no seed.
+    """
+    if not by_seed:
+        raise ValueError("an interval needs at least one seed")
+    return _interval(by_seed, (), least, math.inf)
+
+
+def _interval(
+    values: Sequence[float], accuracies: Sequence[Accuracy], least: float, most: float
+) -> Interval:
+    """
+    Args:
+        values: of the seeds.
+        accuracies: what they are shares of; empty: no luck is in them.
+        least, most: what a value can be.
+    """
     rng = np.random.default_rng(SEED)
-    values_S = np.asarray([value(accuracy) for accuracy in by_seed])
+    seeds, values_S = len(values), np.asarray(values, float)
     mean = float(values_S.mean())
     of_seeds = _seed_variance(rng, values_S)
-    of_luck = _luck_variance(rng, by_seed)
+    of_luck = _luck_variance(rng, accuracies) if accuracies else 0.0
     variance = of_seeds + of_luck
     df = MOST_DF
     if of_seeds > 0:
         df = min(MOST_DF, variance**2 / (of_seeds**2 / (seeds - 1)))
     reach = _t(rng, df) * variance**0.5
-    least, most = _range(by_seed[0])
     return Interval(mean, max(least, mean - reach), min(most, mean + reach), seeds)
 
 

@@ -18,6 +18,7 @@ from dapo_async.studies.ablation.comparisons import (
     contrasts,
     measures,
     settings,
+    throughput,
 )
 from dapo_async.studies.ablation.results import Results, write_csv
 from dapo_async.studies.ablation.study import Arm
@@ -25,6 +26,7 @@ from dapo_async.studies.figures import as_svg
 from dapo_async.studies.report_tables import Table
 
 FEW_SEEDS = 5
+THROUGHPUT = "Trained tokens per second"
 
 
 def write_report(results: Results) -> list[Path]:
@@ -44,6 +46,7 @@ def write_report(results: Results) -> list[Path]:
         notes=notes(results),
         trouble=tables.trouble_table(results),
         arms=[{**arm, "pictures": [page.picture(*one) for one in arm["figures"]]} for arm in arms],
+        throughput=THROUGHPUT,
         data={"cells": list(_data(results))},
     )
     csv, html, md = (out / name for name in ("cells.csv", "report.html", "report.md"))
@@ -61,10 +64,21 @@ def notes(results: Results) -> list[str]:
     study, cells = results.plan.study, results.cells
     done = sum(found.finished for found in cells)
     said = [f"{done} of {len(cells)} cells finished; seeds {', '.join(map(str, study.seeds))}."]
+    equal = [tables.equal_sentence(results, arm) for arm in study.arms]
+    said += [sentence for sentence in equal if sentence is not None]
     if results.profile is not None:
         said.append(
-            f"Simulated with the profile {results.profile}: throughput and ages are predictions, "
-            "and nothing is learned, so there is no accuracy."
+            f"Simulated with the profile {results.profile.name}: throughput and ages are "
+            "predictions, and nothing is learned, so there is no accuracy, and keys that only "
+            "matter to learning (learner.lr) make no difference."
+        )
+        said.append(
+            "One seed: how far lengths, outcomes and failures of another seed would move the "
+            "numbers isn't known, so differences have no interval and no verdict."
+            if len(study.seeds) == 1
+            else "Settings are compared seed by seed. Intervals are of 95 %, of the variance over "
+            "seeds alone, with Student's t: they hold the luck of lengths, outcomes and failures, "
+            "not the errors of profile and simulator."
         )
         return said
     said.append(
@@ -72,7 +86,8 @@ def notes(results: Results) -> list[str]:
         "compared seed by seed. Intervals are of 95 %: the bootstrap's variance over seeds plus "
         "that of the evaluation's k right answers of n, and Student's t with the degrees of "
         "freedom of the sum (Hesterberg 2015; Satterthwaite 1946; see studies/ablation/"
-        "intervals.py for why not percentiles)."
+        "intervals.py for why not percentiles); those of tokens per second are of the variance "
+        "over seeds alone."
     )
     if len(study.seeds) < FEW_SEEDS:
         said.append(
@@ -101,7 +116,9 @@ def _section(results: Results, arm: Arm) -> dict[str, Any]:
         found.append(
             {
                 "title": tables.measure_title(measure),
-                "settings": tables.settings_table(settings(results, arm, measure)),
+                "settings": tables.settings_table(
+                    settings(results, arm, measure), "accuracy", ".3f"
+                ),
                 "contrasts": tables.contrast_table(along),
                 "chance": chance_sentence(along),
             }
@@ -109,13 +126,16 @@ def _section(results: Results, arm: Arm) -> dict[str, Any]:
     figures: list[tuple[Figure, str]] = []
     if compared:
         figures.append((plots.curves(results, arm), "Accuracy against steps, tokens and seconds"))
-    if results.of_arm(arm.name):
+    done = results.of_arm(arm.name)
+    if compared or any(cell.whole.ess is not None for cell in done):  # not of a simulation
         against = plots.against_age(results, arm, compared)
         figures.append((against, "Against the realised age"))
+    if done:
         figures.append((plots.histograms(results, arm), "Ages of trained samples"))
     return {
         "name": arm.name,
         "measures": found,
+        "throughput": tables.settings_table(throughput(results, arm), "tokens/s", ",.0f"),
         "course": tables.course_table(results, arm),
         "figures": figures,
     }
@@ -133,6 +153,7 @@ def _markdown(results: Results, title: str, arms: Sequence[dict[str, Any]], out:
             parts += [f"### {measure['title']}", tables.markdown(measure["settings"])]
             if along.rows:
                 parts += ["One axis at a time:", tables.markdown(along), measure["chance"]]
+        parts += [f"### {THROUGHPUT}", tables.markdown(arm["throughput"])]
         parts += ["### How the runs went", tables.markdown(arm["course"])]
         for index, (figure, text) in enumerate(arm["figures"], 1):
             file = f"{arm['name']}-{index}.svg"

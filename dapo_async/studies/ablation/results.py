@@ -21,6 +21,7 @@ from dapo_async.studies.ablation.runner import (
 )
 from dapo_async.studies.ablation.study import Cell, Plan, Point
 from dapo_async.studies.figures import is_finite, read_summary
+from dapo_async.studies.profile import Profile
 
 Row = Mapping[str, Any]
 
@@ -86,7 +87,7 @@ class CellResult:
         if self.outcome is None:
             return "not run, or broken off"
         if self.outcome.ok:
-            return "run with another configuration"
+            return "run with another configuration or profile"
         return f"failed (exit {self.outcome.exit}): {self.outcome.reason}"
 
     def total(self, name: str) -> float:
@@ -95,6 +96,11 @@ class CellResult:
     @property
     def tokens(self) -> float:
         return self.total("learner/trained_tokens")
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Trained ones, over the whole run; None: it took no time."""
+        return self.tokens / self.wall_s if self.wall_s else None
 
     def at(self, axis: str, where: float) -> Accuracy | None:
         """The accuracy at a `step`, after so many `tokens` or so much `wall_s`: of the evaluation
@@ -119,10 +125,10 @@ class Results:
     """All cells of a study, as they are on the disk.
 
     Args:
-        profile: name of the profile that the cells were simulated with; None: real runs.
+        profile: the cells were simulated with it; None: real runs.
     """
 
-    def __init__(self, plan: Plan, profile: str | None = None) -> None:
+    def __init__(self, plan: Plan, profile: Profile | None = None) -> None:
         self.plan = plan
         self.profile = profile
         self.cells = [_read(plan, cell, profile) for cell in plan.cells]
@@ -140,7 +146,7 @@ class Results:
         return [found for found in self.cells if found.finished and found.cell.arm == arm]
 
 
-def _read(plan: Plan, cell: Cell, profile: str | None) -> CellResult:
+def _read(plan: Plan, cell: Cell, profile: Profile | None) -> CellResult:
     try:
         rows = read_jsonl(cell.folder / "metrics.jsonl")
     except OSError:

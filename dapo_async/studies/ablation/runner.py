@@ -1,10 +1,11 @@
-"""Runs the cells of a study: each a child process `dapo-async train`, or a simulation.
+"""Runs the cells of a study, each a child process: `dapo-async train`, or a simulation.
 
-A cell that has ended well with the wanted configuration isn't run again; one that was broken off or
-has failed is. A failed cell doesn't keep the others from running.
+A cell that has ended well with the wanted configuration (and profile) isn't run again; one that was
+broken off or has failed is. A failed cell doesn't keep the others from running.
 
     <out>/runs/<cell>/     the run's own folder
-    <out>/cells/<cell>/    config.yaml that it was started with, train.log, outcome.json
+    <out>/cells/<cell>/    config.yaml (and profile.yaml) that it was started with, train.log or
+                           simulate.log, outcome.json
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ from typing import Any, cast
 from dapo_async import config as configs
 from dapo_async.errors import ConfigError, RunError, last_line
 from dapo_async.rewards.child import die_with_parent
-from dapo_async.run_folder import RunFolder
-from dapo_async.signals import SignalGuard
+from dapo_async.signals import Interrupted, SignalGuard
+from dapo_async.studies.ablation.out_folder import PROFILE_FILE
 from dapo_async.studies.ablation.study import Cell, Plan, identity
 from dapo_async.studies.figures import read_summary
-from dapo_async.studies.profile import Profile
-from dapo_async.studies.simulator import check, simulate
+from dapo_async.studies.profile import Profile, dump_profile, load_profile
+from dapo_async.studies.simulator import check
 
 TERM_GRACE_S = 120.0
 """What a run that was asked to end has for its last checkpoint and its processes, before it is
 killed."""
 DEADLINE = "deadline"
+
+_COMMAND = ("dapo_async.cli",)
+_SIMULATION = "dapo_async.studies.ablation.simulated_cell"
+"""Modules that are run."""
 
 Told = Callable[[str], None]
 """Takes one line for people."""
@@ -76,16 +81,20 @@ def read_outcome(plan: Plan, cell: Cell) -> Outcome | None:
         return None
 
 
-def is_finished(cell: Cell, profile: str | None = None) -> bool:
+def is_finished(cell: Cell, profile: Profile | None = None) -> bool:
     """Its folder holds a run that ended well and was asked for just what the cell asks for.
 
     Args:
-        profile: name of the profile of a simulation; None: a real run.
+        profile: it was simulated with just this one; None: a real run.
     """
     summary = read_summary(cell.folder / "summary.json")
-    if summary.get("exit_reason") != "done" or summary.get("profile") != profile:
+    if summary.get("exit_reason") != "done" or ("profile" in summary) != (profile is not None):
         return False
     try:
+        if profile is not None:
+            used = load_profile(cell.folder / PROFILE_FILE)
+            if dump_profile(used) != dump_profile(profile):
+                return False
         return identity(configs.load(cell.folder / "config.yaml")) == identity(cell.config)
     except ConfigError:
         return False
@@ -100,27 +109,43 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     return code if not codes and code > 0 else 1
 
 
-# ---- real runs ---------------------------------------------------------------------------------
-
-
-def run_cells(plan: Plan, jobs: int, told: Told) -> list[Outcome]:
+def run_cells(plan: Plan, profile: Profile | None, jobs: int, told: Told) -> list[Outcome]:
     """Run what isn't finished; the outcomes of the cells that were run, in no order.
 
+    Args:
+        profile: simulate with it; None: train.
+        jobs: runs at a time.
+
     Raises:
+        ConfigError: a cell can't be simulated; nothing has been then.
         RunError: a warm start can't be made, or a signal came: the runs under way have been asked
             to end, and have.
     """
-    waiting = [cell for cell in plan.cells if not is_finished(cell)]
-    told(f"{len(plan.cells)} cells, {len(plan.cells) - len(waiting)} of them finished earlier")
-    with SignalGuard() as guard:
-        return asyncio.run(guard.run(_Runner(plan, jobs, told).run(waiting)))
+    if profile is not None:
+        for cell in plan.cells:
+            check(cell.config, profile)
+    waiting = [cell for cell in plan.cells if not is_finished(cell, profile)]
+    finished = len(plan.cells) - len(waiting)
+    try:
+        with SignalGuard() as guard:
+            told(f"{len(plan.cells)} cells, {finished} of them finished earlier")
+            _make(plan.out / "cells")  # tells the folder for a study's
+            return asyncio.run(guard.run(_Runner(plan, profile, jobs, told).run(waiting)))
+    except Interrupted:
+        done = sum(is_finished(cell, profile) for cell in plan.cells)
+        told(
+            f"{done} of {len(plan.cells)} cells are finished; the same command again goes on with "
+            "the others, --report-only reports what is there"
+        )
+        raise
 
 
 class _Runner:
     """Runs cells, some at a time."""
 
-    def __init__(self, plan: Plan, jobs: int, told: Told) -> None:
+    def __init__(self, plan: Plan, profile: Profile | None, jobs: int, told: Told) -> None:
         self._plan = plan
+        self._profile = profile
         self._jobs = jobs
         self._told = told
         self._ended = 0
@@ -133,8 +158,9 @@ class _Runner:
             async with free:
                 outcomes.append(await self._cell(cell, len(cells)))
 
-        for seed in dict.fromkeys(cell.seed for cell in cells):
-            await self._warm_start(seed)
+        if self._profile is None:
+            for seed in dict.fromkeys(cell.seed for cell in cells):
+                await self._warm_start(seed)
         async with asyncio.TaskGroup() as group:
             for cell in cells:
                 group.create_task(one(cell))
@@ -145,7 +171,7 @@ class _Runner:
         if toy is None:
             return
         log = self._plan.out / f"make-toy-seed{seed}.log"
-        arguments = ("make-toy", "--out", str(toy), "--seed", str(seed))
+        arguments = (*_COMMAND, "make-toy", "--out", str(toy), "--seed", str(seed))
         code = await self._child(arguments, log, self._plan.study.deadline_s)
         said = last_line(_text(log))
         if code != 0:
@@ -156,10 +182,16 @@ class _Runner:
         folder = cell_folder(self._plan, cell)
         _make(folder)
         (folder / "outcome.json").unlink(missing_ok=True)
-        file, log = folder / "config.yaml", folder / "train.log"
+        file = folder / "config.yaml"
         file.write_text(configs.dump(cell.config), encoding="utf-8")
+        if self._profile is None:
+            log, arguments = folder / "train.log", (*_COMMAND, "train", str(file))
+        else:
+            costs = folder / PROFILE_FILE
+            costs.write_text(dump_profile(self._profile), encoding="utf-8")
+            log, arguments = folder / "simulate.log", (_SIMULATION, str(file), str(costs))
         started = time.monotonic()
-        code = await self._child(("train", str(file)), log, self._plan.study.deadline_s)
+        code = await self._child(arguments, log, self._plan.study.deadline_s)
         wall_s = time.monotonic() - started
         reason = "done" if code == 0 else DEADLINE if code is None else last_line(_text(log))
         outcome = Outcome(
@@ -172,11 +204,11 @@ class _Runner:
         return outcome
 
     async def _child(self, arguments: Sequence[str], log: Path, limit_s: float) -> int | None:
-        """Exit code of `dapo-async <arguments>`; None: ended at the limit."""
+        """Exit code of `python -m <arguments>`; None: ended at the limit."""
         _make(log.parent)
         with log.open("wb") as said:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dapo_async.cli", *arguments),
+                *(sys.executable, "-m", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=said,
                 stderr=asyncio.subprocess.STDOUT,
@@ -235,43 +267,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-# ---- simulations -------------------------------------------------------------------------------
-
-
-def simulate_cells(plan: Plan, profile: Profile, told: Told) -> list[Outcome]:
-    """Simulate what isn't finished, and leave what real runs would: config, metrics, summary.
-
-    Raises:
-        ConfigError: a cell can't be simulated; nothing has been then.
-    """
-    for cell in plan.cells:
-        check(cell.config, profile)
-    outcomes: list[Outcome] = []
-    for index, cell in enumerate(plan.cells, 1):
-        if is_finished(cell, profile.name):
-            continue
-        started = time.monotonic()
-        exit_, reason = _simulate(cell, profile)
-        outcome = Outcome(exit=exit_, reason=reason, wall_s=time.monotonic() - started, jobs=1)
-        folder = cell_folder(plan, cell)
-        _make(folder)
-        (folder / "outcome.json").write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
-        outcomes.append(outcome)
-        told(f"[{index}/{len(plan.cells)}] {cell.name}: {reason}")
-    return outcomes
-
-
-def _simulate(cell: Cell, profile: Profile) -> tuple[int, str]:
-    folder = RunFolder(cell.config)
-    try:
-        found = simulate(cell.config, profile)
-        for row in found.metrics:
-            folder.append_json("metrics.jsonl", row)
-        folder.write_json("summary.json", found.summary)
-        return 0, "done"
-    except RunError as error:
-        return error.exit_code, str(error)
-    finally:
-        folder.close()

@@ -76,11 +76,21 @@ class Study(Section):
     compare_at: list[Count] = Field(default_factory=list[Count])
     """Learner steps, besides the last, at which accuracies are compared; evaluated ones."""
     jobs: Count = 1
-    """Runs at a time."""
+    """Runs at a time, simulations likewise."""
     deadline_s: Positive = 1800.0
-    """Longest run of a cell; then it is ended and counts as failed."""
+    """Longest run of a cell, in real seconds; then it is ended and counts as failed."""
     max_cpu_s: Positive | None = None
-    """CPU seconds that learner and workers of a cell may take; what took more is reported."""
+    """CPU seconds that learner and workers of a cell may take; what took more is reported. Null:
+    any number. Simulations have none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _grid_has_an_arm(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "grid" in tree:
+            raise ValueError(
+                "`grid` belongs to an arm: did you mean `arms: [{name: any, grid: {…}}]`?"
+            )
+        return cast(Any, tree)
 
     @model_validator(mode="after")
     def _rules(self) -> Study:
@@ -143,7 +153,8 @@ def load_plan(path: Path, out: Path | None = None, simulated: bool = False) -> P
     try:
         study = Study.model_validate(read_tree(path))
     except ValidationError as error:
-        raise ConfigError("\n".join([f"the study {path} is refused:", *problems(error)])) from None
+        lines = [f"the study {path} is refused:", *problems(error, Study)]
+        raise ConfigError("\n".join(lines)) from None
     if out is None:
         out = Path("runs") / "ablations" / (study.name + ("-simulated" if simulated else ""))
     base = path.parent / study.config
