@@ -202,6 +202,9 @@ class WorkerOnRay:
         self.name = f"worker{index}"
         self._actor = actor
 
+    async def find_room(self) -> bool:
+        return False
+
     async def start(self) -> int:
         return await self._actor.start.remote()
 
