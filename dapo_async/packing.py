@@ -109,11 +109,11 @@ def plan_micro_batches(
     _refuse_bad_lengths(lengths_N, max_tokens, names)
     costs_N = cost.of(lengths_N)
     bins = [b for b in _pack_least(lengths_N, costs_N, ranks, max_tokens) if b]
-    spent = _sums(bins, costs_N)
-    heaviest_first = sorted(range(len(bins)), key=lambda b: (-spent[b], min(bins[b])))
-    bins = [bins[b] for b in heaviest_first]
     bins += [[] for _ in range(-len(bins) % ranks)]
     spent, tokens = _sums(bins, costs_N), _sums(bins, lengths_N)
+    heaviest_first = sorted(range(len(bins)), key=lambda b: (-spent[b], min(bins[b], default=0)))
+    bins = [bins[b] for b in heaviest_first]
+    spent, tokens = spent[heaviest_first], tokens[heaviest_first]
     slots = [slice(i, i + ranks) for i in range(0, len(bins), ranks)]
     for at in slots:
         _even_out(bins[at], spent[at], tokens[at], lengths_N, costs_N, max_tokens)

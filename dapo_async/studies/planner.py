@@ -223,7 +223,6 @@ class Planner:
         self._tried: dict[Setting, Candidate | None] = {}
         self._refused: dict[str, int] = {}
         self._round = 0
-        self._highest_value: Candidate | None = None
 
     def search(self) -> Plan:
         """The best settings.
@@ -261,7 +260,9 @@ class Planner:
         return self._best(found)
 
     def _tell(self, ended: bool = False) -> None:
-        self._told(Progress(self._round, len(self._tried), self._highest_value, ended))
+        found = [one for one in self._tried.values() if one is not None]
+        best = max(found, key=lambda one: one.value(self.objective), default=None)
+        self._told(Progress(self._round, len(self._tried), best, ended))
 
     def _best(self, candidates: Sequence[Candidate]) -> Candidate:
         return ranked(candidates, self.objective)[0]
@@ -288,15 +289,11 @@ class Planner:
         samples: Counter[int] = Counter()
         for ages in steady(found.ages):
             samples.update(ages)
-        one = Candidate(
+        return Candidate(
             setting=setting,
             rates=rates(steady(found.metrics)),
             ages={age: count / samples.total() for age, count in samples.items()},
         )
-        best = self._highest_value
-        if best is None or one.value(self.objective) > best.value(self.objective):
-            self._highest_value = one
-        return one
 
     # ---- knobs ---------------------------------------------------------------------------------
 

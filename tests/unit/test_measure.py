@@ -67,6 +67,19 @@ def test_what_is_measured_is_what_was_put_in(tmp_path: Path) -> None:
     assert found.engine.prefill_token_s == pytest.approx(0.002)
 
 
+def test_a_run_without_a_summary_or_with_a_broken_one_is_refused_by_the_file(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    make_run(run)
+    (run / "summary.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"summary\.json is broken"):
+        measure(run)
+    (run / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*summary\.json.*has this run ended"):
+        measure(run)
+
+
 def test_workers_that_came_and_went_count_for_as_long_as_they_were_there(tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run)
